@@ -172,10 +172,8 @@ class Decays(NamedTuple):
         if self.between is not None:
             return dot("id,jd", x, y) * self.between
         if self.halvings is not None:
-            own = self.row_sums(x * y) * identity(x)
-            return own + _added(
-                _masked(dot("id,jd", x[..., None, :, :] * self.halvings, y[..., None, :, :] * self.halvings))
-            )
+            own, (x, y) = self.row_sums(x * y), (z[..., None, :, :] * self.halvings for z in (x, y))
+            return own * identity(x[..., 0, :, :]) + _added(_masked(_in_each(dot, "id,jd", x, y)))
         below = [
             dot("id,jd", _half(x, 1, later) * later, _half(y, 0, earlier) * earlier)
             for later, earlier in self.halves
@@ -191,7 +189,7 @@ class Decays(NamedTuple):
             return dot("ij,jd", plane * self.between, y)
         if self.halvings is not None:
             plane = _masked(plane[..., None, :, :])
-            return _added(self.halvings * dot("ij,jd", plane, y[..., None, :, :] * self.halvings))
+            return _added(self.halvings * _in_each(dot, "ij,jd", plane, y[..., None, :, :] * self.halvings))
         _, below = _parted(plane, 1)
         found = [
             _placed(dot("ij,jd", block, _half(y, 0, earlier) * earlier) * later, 1)
@@ -205,7 +203,7 @@ class Decays(NamedTuple):
             return dot("ij,id", plane * self.between, x)
         if self.halvings is not None:
             plane = _masked(plane[..., None, :, :])
-            return _added(self.halvings * dot("ij,id", plane, x[..., None, :, :] * self.halvings))
+            return _added(self.halvings * _in_each(dot, "ij,id", plane, x[..., None, :, :] * self.halvings))
         _, below = _parted(plane, 1)
         found = [
             _placed(dot("ij,id", block, _half(x, 1, later) * later) * earlier, 0)
@@ -276,6 +274,14 @@ def _of_all_halvings(log_decay: jax.Array, restarts: jax.Array) -> Decays:
 def _sizes(C: int) -> list[int]:
     """Returns the sizes of the halves of a chunk, small ones first."""
     return [1 << n for n in range(C.bit_length() - 1)]
+
+
+def _in_each(dot: Dot, axes: str, x: jax.Array, y: jax.Array) -> jax.Array:
+    """Returns the products of each halving; one axis with the heads: XLA:CPU takes seven at most."""
+    *batch, G, n, _, _ = x.shape
+    x, y = (z.reshape(*batch, G * n, *z.shape[-2:]) for z in (x, y))
+    found = dot(axes, x, y)
+    return found.reshape(*batch, G, n, *found.shape[-2:])
 
 
 def _masked(planes: jax.Array) -> jax.Array:

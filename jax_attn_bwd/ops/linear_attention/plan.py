@@ -16,6 +16,7 @@ CHUNK = 64  # tokens; with fewer, products are small, with more, those within a 
 _CPU_BYTES = 1 << 20  # of what a group forms in all heads, so that a cache holds it
 # where all halvings are taken at once: each is a plane of a chunk, and few large operations are fast
 _CHUNK_OF_HALVINGS, _CPU_BYTES_OF_HALVINGS = 16, 1 << 23
+_WIDE_VALUES = 2  # channels of a value for each of its key, above which states cost more than planes
 _CHIP_BYTES = 1 << 28
 
 
@@ -48,7 +49,7 @@ def plan(implementation: str, options: Options, operands: Operands) -> Plan:
     if not isinstance(T, int):
         return Plan(options, implementation, CHUNK, 1)
     at_once = T > 1 and _takes_halvings_at_once(operands)
-    longest = min(CHUNK, _CHUNK_OF_HALVINGS) if at_once else CHUNK
+    longest = min(CHUNK, _chunk_of_halvings(operands)) if at_once else CHUNK
     chunk = min(longest, 1 << max(T - 1, 0).bit_length())
     chunks = max(ceil_div(T, chunk), 1)
     # groups of like size, lest much of the last one be filled up
@@ -61,6 +62,13 @@ def _takes_halvings_at_once(operands: Operands) -> bool:
     g, H = operands.log_decay, operands.key.shape[-1]
     of_channels = g is not None and g.ndim == operands.value.ndim and isinstance(H, int) and H > 1
     return of_channels and targets.platform() == "cpu"
+
+
+def _chunk_of_halvings(operands: Operands) -> int:
+    """Returns the longest chunk where all halvings are taken at once."""
+    H, Hv = operands.key.shape[-1], operands.value.shape[-1]
+    is_wide = isinstance(Hv, int) and Hv > _WIDE_VALUES * H
+    return 2 * _CHUNK_OF_HALVINGS if is_wide else _CHUNK_OF_HALVINGS
 
 
 def _side_by_side(chunk: int, halvings_at_once: bool, operands: Operands) -> int:
