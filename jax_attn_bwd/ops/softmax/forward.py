@@ -11,12 +11,13 @@ and quotient, its backward and its neighbours to one library loop, but only if a
 """
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_attn_bwd._core import masks
+from jax_attn_bwd._core import masks, targets
 from jax_attn_bwd._core.numerics import accumulator_dtype, to_rank
 from jax_attn_bwd.ops.softmax.spec import Operands, Options, Result
 
@@ -79,8 +80,11 @@ def _from_halves(options, x, scale, visible, sink) -> Result:
     # the differences, halved
     dtype = x.dtype
     scale = jnp.asarray(options.scale, dtype) if scale is None else scale.astype(dtype)
-    sign = jnp.where(scale < 0, -1, 1).astype(dtype)
-    half = sign * (x / 2)
+    sign: Any = jnp.where(scale < 0, -1, 1).astype(dtype)
+    half, hiding = sign * (x / 2), None
+    if options.scale is None and visible is not None and sink is None and targets.is_one_cpu():
+        scale, half, hiding = _hidden_by_a_sum(sign * scale, half, visible)
+        sign, visible = 1, None
     top, live = _top(options, half if visible is None else jnp.where(visible, half, -jnp.inf), sink)
     top = top if live is None else jnp.where(live, top, 0)
     half = sign * (half - top)
@@ -92,7 +96,19 @@ def _from_halves(options, x, scale, visible, sink) -> Result:
     else:
         z = 2 * scale * half
     z = z if visible is None else jnp.where(visible, z, -jnp.inf)
+    z = z if hiding is None else z + hiding
     return _normalised(options, z, scale * sign * (top + top), live, sink)
+
+
+def _hidden_by_a_sum(scale, half, visible) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns the two to compute with, and what is added to hide: a second select would part a library loop.
+
+    What is hidden counts as the least number until then: of -inf the product with a scale of 0 is NaN. For
+    what a scale that is not finite would make NaN of it, each visible entry is NaN in place of that scale.
+    """
+    is_finite, dtype = jnp.isfinite(scale), half.dtype
+    half = jnp.where(visible, jnp.where(is_finite, half, jnp.nan), jnp.finfo(dtype).min / 2)
+    return jnp.where(is_finite, scale, 0), half, jnp.where(visible, 0, -jnp.inf).astype(dtype)
 
 
 def _top(options, z, sink) -> tuple[jax.Array, jax.Array | None]:
@@ -100,14 +116,15 @@ def _top(options, z, sink) -> tuple[jax.Array, jax.Array | None]:
 
     Without a sink, the maximum starts at the least finite number: with an operation between maximum and
     exponential, XLA:CPU no longer takes both and what computes `z` into one library loop, but computes `z`
-    twice in slower loops. Over one entry, or one entry a device, XLA drops the start, so each entry is raised
-    to that number too.
+    twice in slower loops. Over one entry, or one entry a device, XLA drops the start, so there each entry is
+    raised to that number.
     """
     axis, least, z = options.axis % z.ndim, jnp.asarray(jnp.finfo(z.dtype).min, z.dtype), lax.stop_gradient(z)
     if sink is None:
-        return jnp.expand_dims(
-            lax.reduce(jnp.maximum(z, least), jnp.asarray(least, z.dtype), lax.max, (axis,)), axis
-        ), None
+        length = z.shape[axis]
+        keeps_start = isinstance(length, int) and length > 1 and targets.is_one_cpu()
+        z = z if keeps_start else jnp.maximum(z, least)
+        return jnp.expand_dims(lax.reduce(z, least, lax.max, (axis,)), axis), None
     top = z.max(axis, keepdims=True, initial=-jnp.inf)
     return jnp.maximum(top, least), top != -jnp.inf
 

@@ -93,3 +93,19 @@ def test_what_makes_one_kernel_of_a_gpu_s_backward_is_the_identity_to_second_ord
     assert_close(second.reshape(8, 8), jnp.diag(6 * y.ravel()), 1e-15)
     found = jax.jit(lambda y: fusion.read_in_one_kernel(y, -1)).lower(y).as_text()
     assert found.count("stablehlo.minimum") == 1
+
+
+def test_on_one_cpu_no_entry_is_raised_before_the_maximum_of_a_row(one_device):
+    """Rows of -inf are 0 all the same, in XLA's library loop, too; over one entry each is raised."""
+    x = jnp.full((64, 128), -jnp.inf).at[3:].set(0.0)
+    softmax = jax.jit(lambda x: scaled_masked_softmax(x, scale=0.5))
+    jax.clear_caches()  # what was traced for other devices
+    maxima = [softmax.lower(x).as_text().count("stablehlo.maximum") for x in (x, x[:, :1])]
+    assert maxima[0] == maxima[1] - 1
+    expected = np.where(np.arange(64)[:, None] < 3, 0, np.full((64, 128), 1 / 128))
+    np.testing.assert_array_equal(softmax(x), expected)
+    # of entries that the compiler knows to be equal, and to be known
+    wide = jax.jit(lambda column: softmax(jnp.broadcast_to(column, (64, 128))))
+    np.testing.assert_array_equal(wide(x[:, :1]), expected)
+    np.testing.assert_array_equal(jax.jit(lambda: softmax(jnp.full((64, 128), -jnp.inf)))(), 0 * expected)
+    jax.clear_caches()

@@ -86,3 +86,59 @@ def test_gradient_of_scale_where_logits_share_an_offset(rng, dtype, with_sink):
     expected = float(jax.grad(loss)(jnp.asarray(1.5, "float64"), "float64"))
     size = float(jnp.abs(dy.astype("float32")).max())
     assert abs(got - expected) <= 4 * float(jnp.finfo(dtype).eps) * size * max(1, abs(expected))
+
+
+@pytest.fixture(params=[False, True], ids=["any", "one CPU"])
+def device(request):
+    """What is traced is for any device, or for a CPU alone, whose forward hides by sums."""
+    if request.param:
+        request.getfixturevalue("one_device")
+    jax.clear_caches()  # what was traced for another
+    yield
+    jax.clear_caches()
+
+
+LIBRARY = (48, 130)  # entries enough for the library loops of XLA:CPU
+
+
+@pytest.mark.parametrize("shape", [(3, 5), LIBRARY])
+@pytest.mark.parametrize("scale", [0.0, 2e-38, -1e-37, 2.0**-101, 3.0])
+def test_a_scale_that_is_an_array_at_any_magnitude_under_a_mask(scale, shape, rng, device):
+    """Among them 0, and the least normal numbers; what is hidden is not read."""
+    x = (rng.uniform(-1, 1, shape) * np.finfo("float32").max).astype("float32")
+    mask = np.arange(shape[1]) != 2
+    logits = np.where(mask, np.float32(scale) * x.astype("float64"), -np.inf)
+    exact = np.exp(logits - logits.max(-1, keepdims=True))
+    hidden = jnp.asarray(np.where(mask, x, np.nan))
+    found = scaled_masked_softmax(hidden, mask, scale=jnp.full((shape[0], 1), scale, "float32"))
+    np.testing.assert_allclose(found, exact / exact.sum(-1, keepdims=True), atol=2e-6)
+
+
+@pytest.mark.parametrize("scale", [np.inf, -np.inf, np.nan])
+def test_a_scale_that_is_not_finite_makes_no_nan_of_what_is_hidden(scale, rng, device):
+    """Neither in rows that see nothing nor beside rows of another scale; what it scales is NaN."""
+    x = rng.standard_normal(LIBRARY).astype("float32")
+    mask, scales = rng.random(LIBRARY) < 0.5, np.ones((LIBRARY[0], 1), "float32")
+    mask[:8], scales[4:12] = False, scale
+    found = np.asarray(scaled_masked_softmax(x, mask, scale=jnp.asarray(scales)))
+    np.testing.assert_array_equal(found[:8], 0)
+    assert np.isnan(found[8:12][mask[8:12]]).all()
+    np.testing.assert_allclose(found[12:].sum(-1), 1, atol=1e-5)
+
+
+@pytest.mark.parametrize("wrt", ["x", "scale"])
+def test_second_order_reads_nothing_hidden_under_a_scale_that_is_an_array(wrt, rng, device):
+    x, dy = rng.standard_normal((2, *LIBRARY)).astype("float32")
+    mask, scale = rng.random(LIBRARY) < 0.5, jnp.full((1, 1), 0.7, "float32")
+    mask[:2] = False
+
+    def derivatives(hidden):
+        arrays = {"x": jnp.where(mask, x, hidden), "scale": scale}
+
+        def first(arrays):
+            y, pullback = jax.vjp(lambda a: scaled_masked_softmax(a["x"], mask, scale=a["scale"]), arrays)
+            return y, pullback(jnp.where(mask, dy, hidden))[0]
+
+        return first(arrays), jax.grad(lambda a: (first(a)[1][wrt] ** 2).sum())(arrays)
+
+    jax.tree.map(np.testing.assert_array_equal, derivatives(0.0), derivatives(np.nan))
