@@ -119,6 +119,7 @@ def _backward(plan, saved, wanted, cotangents):
     operands = fusion.computed_once(operands, DIFFERENTIABLE)
     residuals = Residuals(operands, result, Wanted(wanted))
     names = _returned(plan)
+    cotangents = jax.tree.map(partial(fusion.kept_whole, may_be_gathered=True), cotangents)
     given = dict(zip(names, cotangents if len(names) > 1 else (cotangents,), strict=True))
     grads = summed(backward_of(plan, residuals, Cotangents(**given))(), operands)
     return Operands(None, None, None)._replace(**grads)
