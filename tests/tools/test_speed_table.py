@@ -16,7 +16,7 @@ STEPS = [
     ("softmax `[4, 8, 1024, 1024]`, float32 and bfloat16", "`jax.nn`", "softmax", ".*", "jax.nn"),
     ("softmax `[8, 128, 128]` to `[4, 8, 512, 512]`, one masked, the smallest between products",
      "`jax.nn`", "programs", "softmax.*", "plain"),
-    ("dense attention, batch 1, 2,048 tokens, 8 heads of 64, full and causal",
+    ("dense attention, batch 1, 2,048 and 4,096 tokens, 8 heads of 64, full and causal",
      "`jax.nn`", "dot_product", LARGE, "jax.nn"),
     ("dense attention, batch 2, 2,048 tokens, 8 heads of 64, causal", "`jax.nn`",
      "programs", "dense B2 T2048.* causal", "plain"),
