@@ -87,7 +87,7 @@ class _Rows(NamedTuple):
     """The softmax over the plane's own keys, and the sink, `[..., K, G, T|1, S|1]`."""
 
     e: jax.Array  # exp(logits - m)
-    m: jax.Array  # greatest logit; 0 of a row that sees nothing
+    m: jax.Array  # greatest logit; a finite number of a row that sees nothing
     l: jax.Array  # sum of e; 1 of a row that attends to nothing
     empty: jax.Array | None  # rows that attend to nothing; None = there are none
 
@@ -95,13 +95,18 @@ class _Rows(NamedTuple):
 def _softmax(plane: Plane, logits: jax.Array) -> _Rows:
     """Computes the softmax of the rows, and the sink."""
     # Written as `jax.nn.softmax` is: XLA:CPU hands maximum, difference and exponential to one library loop
-    # where nothing else reads the maximum.
-    m, sink = logits.max(-1, keepdims=True), None
+    # where nothing else reads the maximum, and nothing stands behind it.
+    # The maximum of a row that sees nothing must be finite: there it starts so, but over a single key, where
+    # XLA drops the start.
+    may_be_empty = plane.live is not None
+    starts_finite = may_be_empty and logits.shape[-1] != 1 and targets.is_one_cpu()
+    m = _greatest_from_least(logits) if starts_finite else logits.max(-1, keepdims=True)
+    sink = None
     if plane.operands.sink is not None:
         sink = plane.operands.sink.astype(m.dtype).reshape(*plane.q.shape[-4:-2], 1, 1)
         sink = to_rank(sink, m.ndim)
         m = jnp.maximum(m, sink)
-    m = lax.stop_gradient(m if plane.live is None else finite(m))
+    m = lax.stop_gradient(finite(m) if may_be_empty and not starts_finite else m)
     e = jnp.exp(logits - m)
     l = e.sum(-1, keepdims=True)
     if sink is not None:
@@ -111,6 +116,12 @@ def _softmax(plane: Plane, logits: jax.Array) -> _Rows:
     if plane.live is None:
         return _Rows(e, m, l, None)
     return _Rows(e, m, jnp.where(l == 0, 1, l), l == 0)
+
+
+def _greatest_from_least(logits: jax.Array) -> jax.Array:
+    """Returns the greatest logit of each row, the least finite number where all are -inf."""
+    least = jnp.asarray(jnp.finfo(logits.dtype).min, logits.dtype)
+    return jnp.expand_dims(lax.reduce(logits, least, lax.max, (logits.ndim - 1,)), -1)
 
 
 def _in_reach(schedule: Materialized, operands: Operands) -> Operands:

@@ -153,3 +153,20 @@ def test_narrow_tokens_with_wide_gates():
     assert (out.dtype, final.dtype) == (jnp.bfloat16, jnp.float32)
     found = jax.eval_shape(jax.grad(lambda x: call(x)[0].astype(jnp.float32).sum()), given)
     assert {n: x.dtype for n, x in found.items()} == {n: x.dtype for n, x in given.items()}
+
+
+def test_vmap_of_grouped_heads_whose_channels_have_decays(rng):
+    """XLA:CPU of JAX 0.12 ends the process at a product of arrays that have eight axes."""
+    shapes = [(2, 3, 20, K, 8) for K in (2, 2, 4, 4)]  # query, key, value, log_decay; 3 = the batch
+    query, key, value, log_decay = (jnp.asarray(rng.standard_normal(shape)) for shape in shapes)
+
+    def step(query, key, value, log_decay):
+        out, pull = jax.vjp(jab.gated_linear_attention, query, key, value, log_decay)
+        return out, pull(jnp.cos(out))
+
+    given = query, key, value, -abs(log_decay)
+    found = jax.jit(jax.vmap(step))(*given)
+    alone = [step(*(x[i] for x in given)) for i in range(2)]
+    expected = jax.tree.map(lambda *x: jnp.stack(x), *alone)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert_close(one, other, 1e-12)
