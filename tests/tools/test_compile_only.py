@@ -193,7 +193,7 @@ for call in (pair.ours, pair.plain):
 
 @thorough
 @pytest.mark.parametrize("name", ["dot_product_attention, bias", "multi_scale_deformable_attention"])
-def test_a_gpu_moves_and_keeps_no_more_than_for_the_plain_formula(name):
+def test_traffic_and_memory_are_within_budgets_of_a_gpu(name):
     """Dense attention in tiles would move half as much again, and strips that widen the bias for each reader
     a tenth; samples summed so that XLA:GPU does not take the gathers in would write a row for each: 90 MB.
     """
