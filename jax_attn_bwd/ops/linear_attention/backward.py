@@ -50,6 +50,7 @@ from jax_attn_bwd.ops.linear_attention.chunk import (
     across_token,
     dot_of,
     part,
+    row_sums,
     strictly_lower,
     transposed,
     unit_gradient,
@@ -157,16 +158,14 @@ def _of_tokens(
 
     # (9); what a token reads of its own would only cancel in (15)
     dreads = dot("iv,jv", dout, u)
-    own_share = None if is_shared else decays.row_sums(dout * u)
+    own_share = None if is_shared else row_sums(dout * u)
     if options.is_delta:
         db_dr = beta * dr
         doverlaps = -jnp.where(strictly_lower(key), dot("iv,jv", dr, u), 0)
         found["value"] = db_dr
         if "beta" in wanted:  # (11)
             rest = value - within.at_start.times(dot, states)
-            found["beta"] = (dr * rest).sum(-1, keepdims=True) + (doverlaps * within.overlaps).sum(
-                -1, keepdims=True
-            )
+            found["beta"] = row_sums(dr * rest) + row_sums(doverlaps * within.overlaps)
         doverlaps = beta * doverlaps
 
     # (12)
@@ -191,12 +190,12 @@ def _of_tokens(
     # (15) to (17), or (18)
     if needs_decay:
         axis, end = key.ndim - 2, key * dat_end
-        passed = decays.whole * transposed(decays.row_sums(states * dstate))
+        passed = decays.whole * transposed(row_sums(states * dstate))
         if is_shared:
             start, pairs = query * dq_start, dreads * within.reads
             if options.is_delta:
                 start, pairs = start - key * dk_start, pairs + doverlaps * within.overlaps
-            start, end, passed = (x.sum(-1, keepdims=True) for x in (start, end, passed))
+            start, end, passed = map(row_sums, (start, end, passed))
             before = jnp.concatenate([jnp.zeros_like(end[..., :1, :]), end[..., :-1, :]], axis)
             dg = lax.cumsum(start, axis, reverse=True) + lax.cumsum(before, axis)
             dg = dg + across_token(pairs) + passed

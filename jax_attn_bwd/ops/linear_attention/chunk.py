@@ -35,7 +35,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_attn_bwd._core import fusion
+from jax_attn_bwd._core import fusion, targets
 from jax_attn_bwd._core.numerics import to_rank
 from jax_attn_bwd.ops.linear_attention.layout import Tokens
 from jax_attn_bwd.ops.linear_attention.plan import Plan
@@ -76,11 +76,18 @@ def dot_of(options: Options) -> Dot:
     return dot
 
 
+def row_sums(x: jax.Array) -> jax.Array:
+    """Returns the sums of rows, `[..., 1]`; on a CPU by a product, as JAX 0.10 is slow at reductions."""
+    if targets.platform() != "cpu":
+        return x.sum(-1, keepdims=True)
+    return jnp.matmul(x, jnp.ones((x.shape[-1], 1), x.dtype), precision=lax.Precision.HIGHEST)
+
+
 def unit(options: Options, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
     """Returns (the rows of `x`, normalized if that is asked, and what they were multiplied by)."""
     if options.l2_norm_epsilon is None:
         return x, None
-    factor = lax.rsqrt((x * x).sum(-1, keepdims=True) + options.l2_norm_epsilon)
+    factor = lax.rsqrt(row_sums(x * x) + options.l2_norm_epsilon)
     return x * factor, factor
 
 
@@ -88,7 +95,7 @@ def unit_gradient(normed: jax.Array, factor: jax.Array | None, d: jax.Array) -> 
     """Returns the gradient of rows that `unit` normalized; it is also the map of their tangents."""
     if factor is None:
         return d
-    return factor * (d - normed * (normed * d).sum(-1, keepdims=True))
+    return factor * (d - normed * row_sums(normed * d))
 
 
 class Part(NamedTuple):
@@ -161,18 +168,12 @@ class Decays(NamedTuple):
         """Returns `factor`, of those of the decays, times rows."""
         return Scaled(factor * rows, None) if self.between is None else Scaled(rows, factor)
 
-    def row_sums(self, x: jax.Array) -> jax.Array:
-        """Returns the sums of rows, `[..., 1]`; on a CPU by a product, as JAX 0.10 is slow at reductions."""
-        if self.halvings is None:
-            return x.sum(-1, keepdims=True)
-        return jnp.matmul(x, jnp.ones((x.shape[-1], 1), x.dtype), precision=lax.Precision.HIGHEST)
-
     def products(self, dot: Dot, x: jax.Array, y: jax.Array) -> jax.Array:
         """Returns <x_i, y_j>_G for j <= i, else 0, [C, C]."""
         if self.between is not None:
             return dot("id,jd", x, y) * self.between
         if self.halvings is not None:
-            own, (x, y) = self.row_sums(x * y), (z[..., None, :, :] * self.halvings for z in (x, y))
+            own, (x, y) = row_sums(x * y), (z[..., None, :, :] * self.halvings for z in (x, y))
             return own * identity(x[..., 0, :, :]) + _added(_masked(_in_each(dot, "id,jd", x, y)))
         below = [
             dot("id,jd", _half(x, 1, later) * later, _half(y, 0, earlier) * earlier)
