@@ -104,8 +104,7 @@ def fastest_loops(options: Options, operands: Operands, pieces: Pieces | None = 
     all_corners = not by_channel and 0 < corners * D <= _CORNER_NUMBERS
     # as many queries in a block as its pairs of pixels fit the cache
     paired = options.method == "bilinear" and Q >= _MANY_QUERIES and B * M * D > 0
-    if all_corners and 2 * Q * K < S:  # to pad the pixels, and drop that, would cost more than the sums
-        paired = False
+    paired = paired and 2 * Q * K >= S  # else to pad the pixels, and drop that, would cost more than the sums
     pair_bytes = 2 * D * sampling.compute_dtype(operands).itemsize
     return Loops(
         on_all_cores=many,

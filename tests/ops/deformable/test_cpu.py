@@ -164,12 +164,14 @@ def shapes(B, Q, M, D, S, dtype=jnp.float32):
     [
         ((1, 5440, 8, 32, 5440), plan.Loops(True, True, True, 512)),
         ((1, 5440, 8, 256, 5440), plan.Loops(True, True, True, 64)),
-        ((8, 300, 8, 32, 5440), plan.Loops(True, True, False, 300)),
-        ((1, 300, 8, 32, 5440), plan.Loops(paired_queries=300)),
+        ((8, 700, 8, 32, 5440), plan.Loops(True, True, False, 512)),
+        ((8, 300, 8, 32, 5440), plan.Loops(True, True)),  # more pixels than pairs
+        ((1, 700, 8, 32, 5440), plan.Loops(paired_queries=512)),
+        ((1, 300, 8, 32, 5440), plan.Loops()),
         ((1, 100, 8, 32, 5440), plan.Loops(all_corners=True)),
         ((1, 80, 8, 32, 5440), plan.Loops(all_corners=True, few_pixels=True)),
         ((1, 300, 8, 16, 784), plan.Loops(paired_queries=300, all_corners=True)),
-        ((1, 300, 8, 16, 5440), plan.Loops(all_corners=True)),  # more pixels than pairs
+        ((1, 300, 8, 16, 5440), plan.Loops(all_corners=True)),
         ((0, 5440, 8, 32, 5440), plan.Loops()),
         ((1, 5440, 8, 0, 5440), plan.Loops(True, True, True)),
         ((1, 4096, 1 << 10, 32, 1 << 15), plan.Loops(on_all_cores=True)),  # 2^30 numbers
