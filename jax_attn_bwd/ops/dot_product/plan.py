@@ -17,7 +17,7 @@ from jax_attn_bwd._core.numerics import accumulator_dtype
 from jax_attn_bwd._core.sharding import auto_devices, axis_size, explicit_spec
 from jax_attn_bwd._core.split import Pieces
 from jax_attn_bwd.ops.dot_product import mod_functions
-from jax_attn_bwd.ops.dot_product.mask import AXES, Mask
+from jax_attn_bwd.ops.dot_product.mask import AXES
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options, Sizes
 
 TILE_LOGITS = 1 << 20  # 4 MiB: 1.1 to 1.5 times as fast on two cores as the whole batch at once
@@ -28,9 +28,7 @@ STRIP_LOGITS = 1 << 21  # of a batch entry and head: an eighth of a plane of 4,0
 SLICE_LOGITS = 1 << 27  # of all heads of a strip: 512 MiB in float32
 BIAS_LOGITS = 1 << 28  # likewise with a bias: each cut copies a part of it, and of its gradient
 TURN_LOGITS = 1 << 23  # least of one block of all heads that are computed at once: 32 MiB
-# On a CPU that has products of bfloat16 a step takes 0.6 to 1 of the time from the first size of heads on;
-# where nothing is hidden or added, from the second: there, XLA fuses the whole forward of wide factors.
-NARROW_HEAD, NARROW_BARE_HEAD = 64, 80
+NARROW_HEAD = 64  # from where on a CPU that has products of bfloat16 takes 0.6 to 1 of the time with them
 GPU_TILE = 1024  # rows and columns of a tile, on a TPU's portable path too
 LEAST_TILE = 64  # rows and columns: smaller tiles take longer to walk over than to compute
 
@@ -109,11 +107,13 @@ def default_schedule(operands: Operands, sizes: Sizes, parts: int = 1) -> Materi
     all_sizes = (parts, *batch, sizes.N, T, S)
     known = all(isinstance(n, int) for n in all_sizes)
     if known and T * S < MATERIALIZED_PLANE and 0 < math.prod(all_sizes) <= MATERIALIZED_LOGITS * slices:
-        return Materialized(slices, None if _may_be_sharded(operands.query) else _keys_in_reach(operands))
+        keys = None if _may_be_sharded(operands.query) else _keys_in_reach(operands)
+        return Materialized(_worth_slices(slices, math.prod(all_sizes)), keys)
 
     blocks = _even_block(T, block_q), _even_block(S, block_k)
     if on_cpu:
         blocks = tile_sizes(mask.mask_mod, *blocks)
+    slices = _worth_slices(slices, math.prod((*batch, sizes.N, *blocks))) if known else slices
     return Tiles(*blocks, str(product_dtype(operands)), slices, parts)
 
 
@@ -247,11 +247,8 @@ def product_dtype(operands: Operands) -> Any:
     Those of short heads are: there, rounding the probabilities takes as long as narrow products save. So are
     those of one row, whose products are of a vector.
     """
-    dtype, mask = operands.query.dtype, operands.mask
-    heads = operands.query.shape[-1], operands.value.shape[-1]
-    is_bare = operands.bias is None and mask.rules == Mask() and not mask.has(*AXES)
-    least = NARROW_BARE_HEAD if is_bare else NARROW_HEAD
-    is_long = not has_one_row(operands.sizes) and all(isinstance(n, int) and n >= least for n in heads)
+    dtype, heads = operands.query.dtype, (operands.query.shape[-1], operands.value.shape[-1])
+    is_long = not has_one_row(operands.sizes) and all(isinstance(n, int) and n >= NARROW_HEAD for n in heads)
     is_narrow = targets.platform() != "cpu" or (is_long and targets.multiplies(dtype))
     return dtype if is_narrow else accumulator_dtype(dtype)
 
@@ -300,6 +297,11 @@ def _batch_slices(batch: Sequence[Any], logits: Any) -> int:
     small = [n for n in range(1, math.isqrt(batch[0]) + 1) if batch[0] % n == 0]
     divisors = small + [batch[0] // n for n in reversed(small)]
     return min(divisors, key=lambda n: abs(math.log2(whole / (n * TILE_LOGITS))))
+
+
+def _worth_slices(slices: int, logits: int) -> int:
+    """Returns `slices`, or 1 where all have few `logits`: there, a loop over slices takes what it saves."""
+    return slices if logits > 2 * TILE_LOGITS else 1
 
 
 def _even_block(length: Any, limit: int) -> int:

@@ -22,6 +22,7 @@ def in_parts(monkeypatch):
     def set_count(count):
         monkeypatch.setattr(jax, "device_count", lambda platform: 1)
         monkeypatch.setattr(planning, "_batch_slices", lambda batch, logits: count)
+        monkeypatch.setattr(planning, "TILE_LOGITS", 0)  # no batch counts as small
 
     return set_count
 
@@ -128,7 +129,8 @@ def test_how_many_parts(monkeypatch):
     assert default_parts((4,), 8, 512, 512) == 1  # a batch may be sharded over the devices here
     monkeypatch.setattr(jax, "device_count", lambda platform: 1)
     assert default_parts((4,), 8, 512, 512) == 4
-    assert default_parts((16,), 8, 128, 128) == 2
+    assert default_parts((24,), 8, 128, 128) == 3
+    assert default_parts((16,), 8, 128, 128) == 1  # two parts would save nothing
     assert default_parts((6, 8), 1, 4096, 4096) == 6
     assert default_parts((), 8, 512, 512) == default_parts((1,), 64, 2048, 2048) == 1
     assert default_parts((10007,), 1, 4, 4) == default_parts((0,), 8, 512, 512) == 1

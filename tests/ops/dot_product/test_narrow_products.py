@@ -14,7 +14,6 @@ from helpers import assert_close
 from jax_attn_bwd import dot_product_attention
 from jax_attn_bwd._core import targets
 from jax_attn_bwd._core.products import einsum, product
-from jax_attn_bwd.ops.dot_product.mask import Mask
 from jax_attn_bwd.ops.dot_product.plan import product_dtype
 from jax_attn_bwd.ops.dot_product.spec import Operands
 
@@ -22,22 +21,19 @@ B = jnp.bfloat16
 
 
 def test_which_factors_are_narrow(monkeypatch):
-    """By the platform aimed at, what its CPU has, whether arrays may lie on several devices, sizes, masks."""
+    """By the platform aimed at, what its CPU has, whether arrays may lie on several devices, and sizes."""
 
-    def chosen(size=128, rows=8, **options):
+    def chosen(size=64, rows=8):
         q = jnp.zeros((1, rows, 2, size))
-        of = lambda dtype: Operands(*[q.astype(dtype)] * 3, **options)
+        of = lambda dtype: Operands(*[q.astype(dtype)] * 3)
         return [str(jnp.dtype(product_dtype(of(dtype)))) for dtype in ("bfloat16", "float16", "float64")]
 
-    x = jnp.zeros((1, 1, 1))
     wide, narrow = ["float32", "float32", "float64"], ["bfloat16", "float32", "float64"]
     for has, devices, expected in ((True, 1, narrow), (True, 8, wide), (False, 1, wide)):
         monkeypatch.setattr(targets, "_cpu_has_bfloat16", lambda has=has: has)
         monkeypatch.setattr(targets, "is_one_cpu", lambda devices=devices: devices == 1)
-        assert chosen() == expected
-        assert chosen(64) == chosen(16, bias=x) == chosen(rows=1) == wide
-        for options in (dict(mask=Mask(is_causal=True)), dict(mask=Mask(elements=x > 0)), dict(bias=x)):
-            assert chosen(64, **options) == expected
+        assert chosen() == chosen(128) == expected
+        assert chosen(32) == chosen(rows=1) == wide
     with targets.aimed_at("H100"):
         assert chosen() == ["bfloat16", "float16", "float64"]
 
