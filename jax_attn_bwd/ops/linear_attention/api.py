@@ -72,8 +72,8 @@ def gated_delta_rule(
         S_t  = S'_t + k_t u_t^T,           out_t = scale S_t^T q_t
 
     The layer of Gated DeltaNet (Qwen3-Next, Qwen3.5) and, with a decay of each channel, of Kimi Delta
-    Attention. It is computed in chunks of 64 tokens, whose products follow one another only where a state
-    stands between them.
+    Attention. It is computed in chunks of up to 64 tokens, whose products follow one another only where a
+    state stands between them.
 
     Over several devices batch and heads may be sharded, and nothing is exchanged. A sequence that is cut is
     refused on an Explicit mesh; on Auto axes it is gathered.
