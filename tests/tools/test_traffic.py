@@ -177,7 +177,7 @@ def test_rows_of_other_operators_stay():
 
 
 def test_goals_follow_the_live_tiles():
-    found = {pair.name.split(", ")[1]: pair for pair in traffic_table._dense((1, 4096, 2, 8))}
+    found = {pair.name.split(", ")[1]: pair for pair in traffic_table.dense((1, 4096, 2, 8))}
     assert {name: (pair.goal.bytes, pair.goal.tiles, pair.branches) for name, pair in found.items()} == {
         "full": (1.0, 16, ()),
         "causal": (0.7, 10, ()),
@@ -186,7 +186,7 @@ def test_goals_follow_the_live_tiles():
         "bias": (1.0, 16, ()),
         "segments": (4 / 16, 4, (1.0, 0.0, 0.0, 0.0)),
     }
-    *_, packed = traffic_table._dense((1, 64, 2, 8))
+    *_, packed = traffic_table.dense((1, 64, 2, 8))
     assert packed.branches == ()
 
 

@@ -119,8 +119,11 @@ def _softmax(plane: Plane, logits: jax.Array) -> _Rows:
 
 
 def _greatest_from_least(logits: jax.Array) -> jax.Array:
-    """Returns the greatest logit of each row, the least finite number where all are -inf."""
-    least = jnp.asarray(jnp.finfo(logits.dtype).min, logits.dtype)
+    """Returns the greatest logit of each row, the least finite number where all are -inf.
+
+    Where `lax.reduce` has tangents, JAX leaves the start out.
+    """
+    least, logits = jnp.asarray(jnp.finfo(logits.dtype).min, logits.dtype), lax.stop_gradient(logits)
     return jnp.expand_dims(lax.reduce(logits, least, lax.max, (logits.ndim - 1,)), -1)
 
 
