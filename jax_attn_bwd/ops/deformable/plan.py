@@ -97,7 +97,7 @@ def fastest_loops(options: Options, operands: Operands, pieces: Pieces | None = 
     if pieces is not None and pieces.mesh_axes:
         B, Q, M, _ = jax.typeof(weights).sharding.shard_shape(weights.shape)
     many = B * Q * M >= _MANY_ROWS
-    if pieces is not None or _has_several_devices() or operands.value.size >= _INDICES:
+    if pieces is not None or not targets.is_one_cpu() or operands.value.size >= _INDICES:
         return Loops(on_all_cores=many)
     by_channel = many and 4 * Q >= S  # with fewer, transposing the pixels costs more
     corners = (4 if options.method == "bilinear" else 1) * weights.size
@@ -114,10 +114,6 @@ def fastest_loops(options: Options, operands: Operands, pieces: Pieces | None = 
         few_pixels=all_corners and _PIXELS_PER_CORNER * corners <= B * S * M,
         paired_queries=min(Q, max(1, _BLOCK_BYTES // pair_bytes)) if paired else 0,
     )
-
-
-def _has_several_devices() -> bool:
-    return len(jax.devices("cpu")) > 1
 
 
 def with_all_pixels(plan: Plan, operands: Operands) -> Operands:

@@ -119,12 +119,13 @@ def corners(options: Options, operands: Operands) -> Corners:
 def read_corners(value: jax.Array, corners: Corners, dtype: Any) -> tuple[jax.Array, jax.Array]:
     """Reads the rows of all corners, `[C, K, n, D]`; also tells which are inside, `[C, K, n]`.
 
-    A row outside is any row.
+    A row outside is 0: what stands in the row that is read for it must not reach a derivative.
     """
     table = value.reshape(-1, value.shape[3])
     last = len(table) - 1
+    inside = corners.rows <= last
     rows = table.at[jnp.minimum(corners.rows, last)].get(mode="promise_in_bounds")
-    return rows.astype(dtype), corners.rows <= last
+    return jnp.where(inside[..., None], rows, 0).astype(dtype), inside
 
 
 def on_all_cores(level: Level) -> Level:
