@@ -177,8 +177,7 @@ def shapes(B, Q, M, D, S, dtype=jnp.float32):
         ((1, 4096, 1 << 10, 32, 1 << 15), plan.Loops(on_all_cores=True)),  # 2^30 numbers
     ],
 )
-def test_which_loops(monkeypatch, sizes, expected):
-    monkeypatch.setattr(plan.targets, "is_one_cpu", lambda: True)
+def test_which_loops(monkeypatch, one_device, sizes, expected):
     assert plan.fastest_loops(OPTIONS, shapes(*sizes)) == expected
     nearest = plan.fastest_loops(replace(OPTIONS, method="discrete"), shapes(*sizes))
     *of_rows, pixels = sizes
@@ -199,7 +198,6 @@ def test_operands_that_may_be_sharded_keep_their_heads_apart():
 @pytest.mark.usefixtures("one_device")
 def test_what_stands_around_few_pixels(monkeypatch):
     """What makes the value is computed for what is read of it; what makes a cotangent, once."""
-    monkeypatch.setattr(plan.targets, "is_one_cpu", lambda: True)
     monkeypatch.setattr(plan.split, "pieces_for_rows", lambda *_: None)
     (dout, value, at, weights), levels = problem(B=1, levels=((16, 24), (8, 12)), dtype=np.float32)
 
@@ -215,9 +213,8 @@ def test_what_stands_around_few_pixels(monkeypatch):
     assert len(re.findall(r" cosine\(", program)) == 1
 
 
-def test_no_loop_is_compiled_for_one_core(monkeypatch):
+def test_no_loop_is_compiled_for_one_core(one_device):
     """XLA marks what it does not share between cores; before JAX 0.12 it does so with small loops only."""
-    monkeypatch.setattr(plan.targets, "is_one_cpu", lambda: True)
     (dout, value, at, weights), levels = problem(B=1, Q=4100, M=2, D=8, dtype=np.float32)
 
     def step(dout, *operands):
