@@ -26,6 +26,7 @@ The inverse of I + A with A strictly lower is made of those of the halves, as th
 No power of A is formed, which could overflow though the inverse is small.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -63,17 +64,22 @@ def identity(rows: jax.Array) -> jax.Array:
 
 
 def dot_of(options: Options) -> Dot:
-    """Returns the product of stacks of matrices, whose axes it is told as in `dot("ij,jk", x, y)`.
+    """Returns the product of stacks of matrices, whose axes it is told as in `dot("ij,jk", x, y)`."""
+    return partial(_product, precision=options.precision)
 
-    XLA:GPU reads a matrix that is transposed so as it lies, and would write a `jnp.swapaxes` of it anew.
+
+def _product(axes: str, x: jax.Array, y: jax.Array, precision: Any = lax.Precision.HIGHEST) -> jax.Array:
+    """Multiplies stacks of matrices; XLA:GPU writes one anew that `jnp.swapaxes` turned.
+
+    On one CPU a stack is one axis: JAX 0.12 ends the process at products of eight, as under two `vmap`s.
     """
-
-    def dot(axes, x, y):
-        x_axes, y_axes = axes.split(",")
-        rest = "".join(a for a in x_axes + y_axes if axes.count(a) == 1)
-        return jnp.einsum(f"...{x_axes},...{y_axes}->...{rest}", x, y, precision=options.precision)
-
-    return dot
+    x_axes, y_axes = axes.split(",")
+    rest, stack = "".join(a for a in x_axes + y_axes if axes.count(a) == 1), x.shape[:-2]
+    is_merged = len(stack) > 1 and stack == y.shape[:-2] and targets.is_one_cpu()
+    if is_merged:
+        x, y = (z.reshape(math.prod(stack), *z.shape[-2:]) for z in (x, y))
+    found = jnp.einsum(f"...{x_axes},...{y_axes}->...{rest}", x, y, precision=precision)
+    return found.reshape(*stack, *found.shape[-2:]) if is_merged else found
 
 
 def row_sums(x: jax.Array) -> jax.Array:
@@ -267,7 +273,7 @@ def _of_all_halvings(log_decay: jax.Array, restarts: jax.Array) -> Decays:
     # zeros that lie on the mesh as the decays do
     g = jnp.where(restarts, _NEVER, log_decay)
     taken = to_rank(jnp.asarray(np.concatenate(sums), g.dtype), g.ndim) + jnp.zeros_like(g[..., :1, :1])
-    found = jnp.exp(jnp.matmul(taken, g, precision=lax.Precision.HIGHEST)).reshape(*batch, len(sums), C, X)
+    found = jnp.exp(_product("ij,jd", taken, g)).reshape(*batch, len(sums), C, X)
     from_start, to_end = found[..., 0, :, :], found[..., 1, :, :]
     return Decays(restarts, from_start, to_end, from_start[..., -1:, :], None, halvings=found[..., 2:, :, :])
 
@@ -361,7 +367,7 @@ def _nothing(plane: jax.Array, rows: jax.Array) -> jax.Array:
 
 def inverse(plane: jax.Array) -> jax.Array:
     """Returns the inverse of I + `plane`, strictly lower `[..., C, C]`, by (3)."""
-    dot, size = partial(jnp.matmul, precision=lax.Precision.HIGHEST), min(_BASE, plane.shape[-1])
+    dot, size = partial(_product, "ij,jk"), min(_BASE, plane.shape[-1])
     diagonal, below = _parted(plane, size)
     # the smallest blocks whole, side by side: what is not between two halves is masked
     found, number, half = identity(diagonal) + jnp.zeros_like(diagonal), np.arange(size), 1
