@@ -73,6 +73,7 @@ LAYERS = (
     ("ops/*/engine",),
     # the one operator that builds on another, through its block
     ("ops/multi_head/projections", "ops/multi_head/appended", "ops/multi_head/plan"),
+    ("ops/multi_head/kernel_gradients",),
     ("ops/multi_head/forward", "ops/multi_head/backward"),
     ("ops/multi_head/tangent",),
     ("ops/*/rule",),
