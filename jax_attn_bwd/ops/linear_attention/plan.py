@@ -16,6 +16,8 @@ CHUNK = 64  # tokens; with fewer, products are small, with more, those within a 
 _CPU_BYTES = 1 << 20  # of what a group forms in all heads, so that a cache holds it
 # where all halvings are taken at once: each is a plane of a chunk, and few large operations are fast
 _CHUNK_OF_HALVINGS, _CPU_BYTES_OF_HALVINGS = 16, 1 << 23
+_FEW_STATES = 1 << 25  # bytes of one for each chunk
+_FEWEST_SIDE_BY_SIDE = 4  # chunks; fewer gain less than it takes to lay them out
 _WIDE_VALUES = 2  # channels of a value for each of its key, above which states cost more than planes
 _CHIP_BYTES = 1 << 28
 
@@ -73,15 +75,20 @@ def _chunk_of_halvings(operands: Operands) -> int:
 
 def _side_by_side(chunk: int, halvings_at_once: bool, operands: Operands) -> int:
     """Returns how many chunks a group has, of however many tokens."""
-    (*batch, _, N, Hv), H = operands.value.shape, operands.key.shape[-1]
+    (*batch, T, N, Hv), H = operands.value.shape, operands.key.shape[-1]
     itemsize = accumulator_dtype(operands.value.dtype).itemsize
     if not all(isinstance(n, int) for n in (*batch, N, Hv, H)):
         return 1
-    # the states that are saved take no more than the inputs
+    # the states that are saved take no more than the inputs, where they are not few
     of_inputs = chunk * (2 * H // operands.groups + Hv) * operands.value.dtype.itemsize
     least = ceil_div(H * Hv * itemsize, max(of_inputs, 1))
+    if halvings_at_once and ceil_div(T, chunk) * math.prod(batch) * N * H * Hv * itemsize <= _FEW_STATES:
+        least = 1
     # what a group forms: some rows of each head, some planes, some states
     formed = math.prod(batch) * N * (4 * chunk * (H + Hv) + 4 * chunk**2 + 2 * H * Hv) * itemsize
     on_cpu = _CPU_BYTES_OF_HALVINGS if halvings_at_once else _CPU_BYTES
     budget = on_cpu if targets.platform() == "cpu" else _CHIP_BYTES
-    return max(least, budget // max(formed, 1))
+    fitting = budget // max(formed, 1)
+    if halvings_at_once and fitting < _FEWEST_SIDE_BY_SIDE:
+        fitting = 1
+    return max(least, fitting)
