@@ -379,8 +379,13 @@ _READ_TWICE = (*PARAMS, *INPUTS)  # in the forward and in the backward
 
 
 def _primal(plan: Plan, operands: Operands) -> tuple[Any, Any, Any, Any]:
-    result = layer_forward.forward(plan, operands)
+    result = layer_forward.forward(plan, _without_zeros(operands))
     return _outputs(plan.options, result, result.residual.out)
+
+
+def _without_zeros(operands: Operands) -> Operands:
+    """Returns what is read: only the cotangents of the zeros matter."""
+    return operands._replace(query_product=None, key_product=None, value_product=None)
 
 
 def _outputs(options: Options, result: Result, a: jax.Array) -> tuple[Any, Any, Any, Any]:
@@ -391,10 +396,11 @@ def _outputs(options: Options, result: Result, a: jax.Array) -> tuple[Any, Any, 
 def _forward(plan, operands, wanted):
     # a kernel keeps what rounding takes, where these gradients need it
     attention = engine.differentiated(plan.attention, wanted)
+    operands = _without_zeros(operands)
     given = fusion.computed_once(operands, _READ_TWICE)
     result = layer_forward.forward(replace(plan, attention=attention), given)
     kept = engine.pack_residuals(attention, result.residual.attention(), wanted)
-    saved = operands._replace(**dict.fromkeys(PRODUCTS)), result.residual._replace(**kept._asdict())
+    saved = operands, result.residual._replace(**kept._asdict())
     return _outputs(plan.options, result, kept.out), saved
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 
 from jax_attn_bwd._core.numerics import accumulator_dtype, to_rank
 from jax_attn_bwd._core.products import einsum
@@ -59,14 +60,21 @@ def moved_by_out_kernel(options: Options, operands: Operands, out: jax.Array, a:
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _zeros_like_product(precision: Any, x: jax.Array, kernel: jax.Array) -> jax.Array:
-    zeros = jnp.zeros_like(jax.eval_shape(partial(_product, precision), x, kernel))
-    return tie(zeros, (x, kernel))
+    return _zeros(precision, x, kernel)
 
 
-@_zeros_like_product.defjvp
+@partial(jax.jit, static_argnums=(0,))
+def _zeros(precision: Any, x: jax.Array, kernel: jax.Array) -> jax.Array:
+    found = jnp.zeros_like(jax.eval_shape(partial(_product, precision), x, kernel))
+    return tie(found, (x, kernel))
+
+
 def _zeros_like_product_jvp(precision, primals, tangents):
     (x, kernel), (_, dkernel) = primals, tangents
-    return _zeros_like_product(precision, x, kernel), _product(precision, x, dkernel)
+    found = _zeros_like_product(precision, x, kernel)
+    if isinstance(dkernel, SymbolicZero):
+        return found, SymbolicZero(jax.typeof(found))
+    return found, _product(precision, x, dkernel)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -74,15 +82,21 @@ def _moved(options: Options, out, a, kernel, live, words, offset) -> jax.Array:
     return out
 
 
-@_moved.defjvp
 def _moved_jvp(options, primals, tangents):
     (out, a, _, live, words, offset), (dout, _, dkernel, *_) = primals, tangents
+    if isinstance(dkernel, SymbolicZero):
+        return out, dout
     own = einsum("...nh,nho->...o", a, dkernel, precision=options.precision)
-    factors = output_factors(options.out_dropout_rate, words, offset, own)
-    own = own if factors is None else (own * factors).astype(out.dtype)
+    wide = own.astype(accumulator_dtype(own.dtype))
+    factors = output_factors(options.out_dropout_rate, words, offset, wide)
+    own = own if factors is None else (wide * factors).astype(own.dtype)
     if live is not None:  # where a = 0 because nothing is seen, the cotangent may be anything
         own = jnp.where(to_rank(live, own.ndim - 1)[..., None], own, 0)
-    return out, dout + own
+    return out, own if isinstance(dout, SymbolicZero) else dout + own
+
+
+_zeros_like_product.defjvp(_zeros_like_product_jvp, symbolic_zeros=True)
+_moved.defjvp(_moved_jvp, symbolic_zeros=True)
 
 
 def _product(precision: Any, x: jax.Array, kernel: jax.Array) -> jax.Array:

@@ -6,6 +6,7 @@ import pytest
 from helpers import assert_close, quick_jit
 
 from jax_attn_bwd import MultiHeadAttentionParams, Rotary, multi_head_attention
+from jax_attn_bwd.ops.multi_head import kernel_gradients
 
 MEMBERS, B, T, S, E, N, K, H = 3, 2, 7, 5, 24, 4, 2, 6
 KERNELS = {
@@ -73,3 +74,16 @@ def test_no_gradient_for_each_member(kernels, wrap):
     text = str(jax.make_jaxpr(jax.grad(total))(kernels, *given))
     for shape in KERNELS.values():
         assert f"[{','.join(map(str, (MEMBERS, *shape)))}]" not in text
+
+
+def test_kernels_that_are_not_differentiated_take_no_product(kernels, rng, monkeypatch):
+    """As those of a frozen layer, which `jax.jit` hands over."""
+    x, memory, dout = numbers(rng, B, T, E), numbers(rng, B, S, E), numbers(rng, B, T, E)
+
+    def count():
+        of_x = lambda kernels: jax.grad(lambda x: loss(kernels, x, memory, dout, {}))(x)
+        return str(jax.make_jaxpr(of_x)(kernels)).count("dot_general")
+
+    apart = count()
+    monkeypatch.setattr(kernel_gradients, "may_move", lambda operands: False)
+    assert apart == count()
