@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
+from jax_attn_bwd._core import fusion
 from jax_attn_bwd._core.numerics import accumulator_dtype, to_rank
 from jax_attn_bwd._core.products import einsum
 from jax_attn_bwd._core.sharding import explicit_mesh, tie
@@ -74,7 +75,9 @@ def _zeros_like_product_jvp(precision, primals, tangents):
     found = _zeros_like_product(precision, x, kernel)
     if isinstance(dkernel, SymbolicZero):
         return found, SymbolicZero(jax.typeof(found))
-    return found, _product(precision, x, dkernel)
+    # a barrier in the backward, as those of the rule: x is saved, and what makes it is not computed anew
+    product = lambda x, kernel: _product(precision, fusion.kept_whole(x, may_be_gathered=True), kernel)
+    return found, jax.checkpoint(product, prevent_cse=False)(x, dkernel)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
