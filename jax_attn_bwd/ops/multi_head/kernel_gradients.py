@@ -89,12 +89,17 @@ def _moved_jvp(options, primals, tangents):
     (out, a, _, live, words, offset), (dout, _, dkernel, *_) = primals, tangents
     if isinstance(dkernel, SymbolicZero):
         return out, dout
-    own = einsum("...nh,nho->...o", a, dkernel, precision=options.precision)
-    wide = own.astype(accumulator_dtype(own.dtype))
-    factors = output_factors(options.out_dropout_rate, words, offset, wide)
-    own = own if factors is None else (wide * factors).astype(own.dtype)
-    if live is not None:  # where a = 0 because nothing is seen, the cotangent may be anything
-        own = jnp.where(to_rank(live, own.ndim - 1)[..., None], own, 0)
+
+    def moved(a, live, words, offset, kernel):
+        own = einsum("...nh,nho->...o", a, kernel, precision=options.precision)
+        wide = own.astype(accumulator_dtype(own.dtype))
+        factors = output_factors(options.out_dropout_rate, words, offset, wide)
+        own = own if factors is None else (wide * factors).astype(own.dtype)
+        if live is not None:  # where a = 0 because nothing is seen, the cotangent may be anything
+            own = jnp.where(to_rank(live, own.ndim - 1)[..., None], own, 0)
+        return own
+
+    own = jax.checkpoint(moved, prevent_cse=False)(a, live, words, offset, dkernel)  # draws factors anew
     return out, own if isinstance(dout, SymbolicZero) else dout + own
 
 
