@@ -42,11 +42,10 @@ def apart(plan: Plan, operands: Operands) -> tuple[Plan, Operands]:
 
 def zeros(options: Options, operands: Operands) -> dict[str, Any]:
     """Returns zeros like each x W, by name, that move as it does with W."""
-    clean, _ = without_poison(options, operands)
-    kernels = (getattr(operands, f"{name}_kernel") for name in INPUTS)
+    kernels = {name: getattr(operands, f"{name}_kernel") for name in INPUTS}
     return {
-        f"{name}_product": _zeros_like_product(options.precision, x, kernel)
-        for name, x, kernel in zip(INPUTS, clean.inputs, kernels, strict=True)
+        f"{name}_product": _zeros_like_product((options, name), operands, kernel)
+        for name, kernel in kernels.items()
         if kernel is not None
     }
 
@@ -60,24 +59,29 @@ def moved_by_out_kernel(options: Options, operands: Operands, out: jax.Array, a:
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _zeros_like_product(precision: Any, x: jax.Array, kernel: jax.Array) -> jax.Array:
-    return _zeros(precision, x, kernel)
+def _zeros_like_product(of: tuple[Options, str], operands: Operands, kernel: jax.Array) -> jax.Array:
+    return _zeros(of, operands, kernel)
 
 
 @partial(jax.jit, static_argnums=(0,))
-def _zeros(precision: Any, x: jax.Array, kernel: jax.Array) -> jax.Array:
-    found = jnp.zeros_like(jax.eval_shape(partial(_product, precision), x, kernel))
-    return tie(found, (x, kernel))
+def _zeros(of: tuple[Options, str], operands: Operands, kernel: jax.Array) -> jax.Array:
+    found = jnp.zeros_like(jax.eval_shape(partial(_product_of, of), operands, kernel))
+    return tie(found, (operands, kernel))
 
 
-def _zeros_like_product_jvp(precision, primals, tangents):
-    (x, kernel), (_, dkernel) = primals, tangents
-    found = _zeros_like_product(precision, x, kernel)
+def _zeros_like_product_jvp(of, primals, tangents):
+    (operands, kernel), (_, dkernel) = primals, tangents
+    found = _zeros_like_product(of, operands, kernel)
     if isinstance(dkernel, SymbolicZero):
         return found, SymbolicZero(jax.typeof(found))
-    # a barrier in the backward, as those of the rule: x is saved, and what makes it is not computed anew
-    product = lambda x, kernel: _product(precision, fusion.kept_whole(x, may_be_gathered=True), kernel)
-    return found, jax.checkpoint(product, prevent_cse=False)(x, dkernel)
+    # in the backward, as the rule does: the operands are saved, and nothing that is made of them
+    return found, jax.checkpoint(partial(_product_of, of), prevent_cse=False)(operands, dkernel)
+
+
+def _product_of(of: tuple[Options, str], operands: Operands, kernel: jax.Array) -> jax.Array:
+    options, name = of
+    clean, _ = without_poison(options, fusion.computed_once(operands, INPUTS))
+    return _product(options.precision, clean.inputs[INPUTS.index(name)], kernel)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
