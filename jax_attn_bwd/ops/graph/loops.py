@@ -53,11 +53,17 @@ class Grid(NamedTuple):
     size: Any  # groups in each
 
 
-def grid(groups: Groups, elements: Any) -> Grid:
-    """Cuts `groups` into chunks for a pass that makes so many `elements` of an edge; may be symbolic."""
+def grid(groups: Groups, elements: Any, whole: int | None = None) -> Grid:
+    """Cuts `groups` into chunks for a pass; sizes may be symbolic.
+
+    Args:
+      groups: of the graph.
+      elements: how many a pass makes of an edge.
+      whole: how many of all edges need no loop; None = `whole_elements()`.
+    """
     total, width = groups.other.shape
     of_group = width * (elements if isinstance(elements, int) else _SYMBOLIC_ELEMENTS)
-    if total * of_group <= whole_elements():
+    if total * of_group <= (whole_elements() if whole is None else whole):
         return Grid(1, total)
     size = max(8, chunk_elements() // max(of_group, 1))
     count = ceil_div(total, size)
@@ -348,7 +354,8 @@ def whole_elements() -> int:
     """Returns the elements of all edges' rows that a pass reads without a loop.
 
     On a CPU a step then needs some 16 MiB: glibc's malloc maps a buffer above 32 MiB anew in each call, whose
-    first touch of every page takes longer than the step. On a GPU nothing of that size is written but by
+    first touch of every page takes longer than the step. Where messages alone are that wide, twice as many
+    need as much. On a GPU nothing of that size is written but by
     derivatives of derivatives: each such array then has at most 4 GiB in float32.
     """
     return {"cpu": 1 << 20, "gpu": 1 << 30}.get(targets.platform(), 1 << 21)

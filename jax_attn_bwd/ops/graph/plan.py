@@ -51,8 +51,9 @@ class Loops:
         elements, groups = kind.row_elements(operands), [graph.by_destination, graph.by_source]
         if pieces is not None:
             groups = [placement.groups_of_piece(graph, one, pieces) for one in groups]
-        messages, sources = (loops.grid(one, elements) for one in groups)
-        scores = loops.grid(groups[0], kind.score_elements(operands))
+        whole = loops.whole_elements() * (2 if kind.scores_of_numbers and adds_in_order() else 1)
+        messages, sources = (loops.grid(one, elements, whole) for one in groups)
+        scores = loops.grid(groups[0], kind.score_elements(operands), whole)
 
         # a row at the end is needed where an index may be past it, and what it finds is summed
         single = all(one.other.shape[1] == 1 for one in groups)

@@ -33,6 +33,7 @@ class GAT(Kind):
     """`graph_attention`; its tables of the score hold a number of each node, edge and head."""
 
     name = "gat"
+    scores_of_numbers = True
 
     @staticmethod
     def edge_width(dim: int) -> None:
@@ -106,10 +107,6 @@ class GAT(Kind):
     def to_dst(self, t, handed, rows):
         """Returns dz, which is handed on, as it is."""
         return handed
-
-    def score_elements(self, operands):
-        """Reads no features: the score is made of numbers."""
-        return 0
 
     def gradients(self, operands, sums, wanted):
         """Carries the gradients of the shares back through their products (8)."""
