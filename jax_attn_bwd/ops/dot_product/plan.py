@@ -110,7 +110,7 @@ def default_schedule(operands: Operands, sizes: Sizes, parts: int = 1) -> Materi
         keys = None if _may_be_sharded(operands.query) else _keys_in_reach(operands)
         # A slice is there for its logits: not where it has more numbers of keys and values.
         widest = max(operands.key.shape[-1], operands.value.shape[-1])
-        slices = slices if sizes.G * T > widest else 1
+        slices = slices if widest < sizes.G * T else 1
         return Materialized(_worth_slices(slices, math.prod(all_sizes)), keys)
 
     blocks = _even_block(T, block_q), _even_block(S, block_k)
