@@ -103,8 +103,8 @@ def test_values_without_width_in_parts(in_parts):
     assert [g.shape for g in grads] == [q.shape, q.shape, v.shape]
 
 
-def default_parts(batch, heads, T, S):
-    x = Operands(*(jnp.zeros((*batch, n, heads, 1), jnp.float32) for n in (T, S, S)))
+def default_parts(batch, heads, T, S, head_size=1):
+    x = Operands(*(jax.ShapeDtypeStruct((*batch, n, heads, head_size), jnp.float32) for n in (T, S, S)))
     return plan("xla", Options(scale=1.0), x).batch_slices
 
 
@@ -135,3 +135,5 @@ def test_how_many_parts(monkeypatch):
     assert default_parts((), 8, 512, 512) == default_parts((1,), 64, 2048, 2048) == 1
     assert default_parts((10007,), 1, 4, 4) == default_parts((0,), 8, 512, 512) == 1
     assert default_parts((31,), 2, 256, 512) == 31
+    assert default_parts((64,), 8, 16, 512, head_size=15) == 4
+    assert default_parts((64,), 8, 16, 512, head_size=16) == 1  # as many numbers of keys as logits

@@ -48,6 +48,18 @@ def largest(jaxpr):
 
 
 @every_kind
+def test_messages_alone_take_a_loop_at_twice_the_size(kind, monkeypatch):
+    for limit in ("whole_elements", "chunk_elements"):
+        monkeypatch.setattr(loops, limit, lambda: 100)
+
+    def has_loop(nnz):
+        graph, arrays = BipartiteCSC.from_coo(*random_edges(nnz=nnz), 7, 5), inputs(kind, 7, 5)
+        return "scan[" in str(jax.make_jaxpr(lambda a: FUNCTIONS[kind][0](graph, **a, num_heads=H))(arrays))
+
+    assert [has_loop(elements // (H * D)) for elements in (96, 198, 204)] == [False, kind != "gat", True]
+
+
+@every_kind
 def test_no_array_of_edges_times_features(kind):
     E, width = 200_000, 32
     rng = np.random.default_rng(0)
