@@ -53,6 +53,8 @@ STEPS = [
      "a chunk form that JAX differentiates", "linear_attention", "gated_linear_attention.*", "chunk form.*"),
     ("12 masks and scores as functions, from ALiBi to a window, batch 1, 4,096 tokens, 4 heads of 64",
      "the same as arrays", "mods", ".*T4096.*, forward . backward", "our call with an array"),
+    ("80 random programs, a step of each, as `race --seed 3 --count 80` draws them",
+     "the formula that JAX differentiates", "race_seed3", ".*", "plain"),
     ("compiling one call of dense attention, batch 2, 2,048 tokens, 8 heads of 64, causal and a window",
      "`jax.nn`", "compiling", "call, B2 T2048.*", "jax.nn"),
     ("compiling one call of dense attention, batch 4, 128 tokens, 8 heads of 64, causal",
