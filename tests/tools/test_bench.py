@@ -234,6 +234,7 @@ def test_the_kept_results_are_rows():
     assert all(
         "memory only" in row.case
         or "jax.nn, window" in row.contender
+        or row.contender == "plain, our dropout"  # compared alone: it drops what ours drops
         or any(words in row.notes.get("refused", "") for words in why)
         for row in untimed
     )
