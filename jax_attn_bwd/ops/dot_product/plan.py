@@ -108,7 +108,7 @@ def default_schedule(operands: Operands, sizes: Sizes, parts: int = 1) -> Materi
     known = all(isinstance(n, int) for n in all_sizes)
     if known and T * S < MATERIALIZED_PLANE and 0 < math.prod(all_sizes) <= MATERIALIZED_LOGITS * slices:
         keys = None if _may_be_sharded(operands.query) else _keys_in_reach(operands)
-        # A slice is there for its logits: not where it has more numbers of keys and values.
+        # Slices are there for the logits: not where keys or values have as many numbers.
         widest = max(operands.key.shape[-1], operands.value.shape[-1])
         slices = slices if widest < sizes.G * T else 1
         return Materialized(_worth_slices(slices, math.prod(all_sizes)), keys)

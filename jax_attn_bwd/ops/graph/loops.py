@@ -354,8 +354,7 @@ def whole_elements() -> int:
     """Returns the elements of all edges' rows that a pass reads without a loop.
 
     On a CPU a step then needs some 16 MiB: glibc's malloc maps a buffer above 32 MiB anew in each call, whose
-    first touch of every page takes longer than the step. Where messages alone are that wide, twice as many
-    need as much. On a GPU nothing of that size is written but by
+    first touch of every page takes longer than the step. On a GPU nothing of that size is written but by
     derivatives of derivatives: each such array then has at most 4 GiB in float32.
     """
     return {"cpu": 1 << 20, "gpu": 1 << 30}.get(targets.platform(), 1 << 21)

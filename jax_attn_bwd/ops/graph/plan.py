@@ -51,6 +51,9 @@ class Loops:
         elements, groups = kind.row_elements(operands), [graph.by_destination, graph.by_source]
         if pieces is not None:
             groups = [placement.groups_of_piece(graph, one, pieces) for one in groups]
+
+        # without a loop on a CPU up to twice as many elements where messages alone have them: a step needs
+        # no more memory then
         whole = loops.whole_elements() * (2 if kind.scores_of_numbers and adds_in_order() else 1)
         messages, sources = (loops.grid(one, elements, whole) for one in groups)
         scores = loops.grid(groups[0], kind.score_elements(operands), whole)

@@ -85,7 +85,7 @@ class Kind(ABC):
     message_is_src: ClassVar[bool] = False  # one table is both, and one sum takes both cotangents
     edge_in_message: ClassVar[bool] = False
     sums_whole_chunks: ClassVar[bool] = False  # a gradient sums over all that a chunk holds
-    scores_of_numbers: ClassVar[bool] = False  # of the nodes and edges: none is made of features by edge
+    scores_of_numbers: ClassVar[bool] = False  # one of each node and edge: no features by edge
     reads_twice: ClassVar[bool] = False  # off CPUs: else XLA:GPU keeps slopes by edge and feature
     placement: ClassVar[Mapping[str, tuple]] = MappingProxyType(
         {"edge": (None, -1), "score_bias": (None, -1), "dropout_mask": (-1, None)}
