@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_batching import custom_vmap
 
 
 def accumulator_dtype(dtype: Any) -> jnp.dtype:
@@ -133,3 +134,14 @@ def segment_sums(rows: jax.Array, first: jax.Array, axis: int) -> jax.Array:
         return left_first | right_first, jnp.where(right_first, right_sum, left_sum + right_sum)
 
     return lax.associative_scan(combine, (first, rows), axis=axis)[1]
+
+
+@custom_vmap
+def any_of_batch(x: jax.Array) -> jax.Array:
+    """Returns `x`, bool; under `vmap` where any of the batch is: branches that each chose would all run."""
+    return x
+
+
+@any_of_batch.def_vmap
+def _any_of_batch_in_vmap(size: int, in_batched: list[bool], x: jax.Array) -> tuple[jax.Array, bool]:
+    return any_of_batch(x.any(0) if in_batched[0] else x), False

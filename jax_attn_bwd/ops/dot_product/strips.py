@@ -55,11 +55,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.custom_batching import custom_vmap
 from jax.sharding import PartitionSpec
 
 from jax_attn_bwd._core import fusion, masks
-from jax_attn_bwd._core.numerics import accumulator_dtype, reduce_to, split_rounding, to_rank
+from jax_attn_bwd._core.numerics import accumulator_dtype, any_of_batch, reduce_to, split_rounding, to_rank
 from jax_attn_bwd._core.pallas import on_local_shards, vary_alike
 from jax_attn_bwd._core.sharding import explicit_spec, full_like_operands, match_type, varying
 from jax_attn_bwd.ops.dot_product import layout, row_terms, visibility
@@ -563,7 +562,7 @@ def extents(source: StripSource, axis: int) -> Extents:
 
     # Each strip goes from the first to the last of them, in the narrowest of a few widths that holds all.
     is_known, others = isinstance(live, np.ndarray), live.shape[2 - axis]
-    first, end = _met(live if is_known else _of_all(live), axis)
+    first, end = _met(live if is_known else any_of_batch(live), axis)
     least, most = _met(visibility.known_tiles(given, *blocks)[0][None], axis)  # by shapes alone
     widths = _widths(others, most - least, is_known)
     sizes, xp = np.asarray(widths, np.int32)[None, None], np if is_known else jnp
@@ -588,17 +587,6 @@ def _widths(blocks: int, most: np.ndarray, is_known: bool) -> list[int]:
     some = {n for i in range(blocks.bit_length()) for n in (1 << i, 3 << i) if n < blocks} | {blocks}
     rounded = {min(n for n in some if n >= number) for number in most.flat}
     return sorted(rounded if is_known else {n for n in some if n <= max(rounded)})
-
-
-@custom_vmap
-def _of_all(live: jax.Array) -> jax.Array:
-    """Returns `live`; under `vmap` where any is: branches taken apart for each would all be computed."""
-    return live
-
-
-@_of_all.def_vmap
-def _of_all_of_batch(size: int, in_batched: list[bool], live: jax.Array) -> tuple[jax.Array, bool]:
-    return _of_all(live.any(0) if in_batched[0] else live), False
 
 
 def _walk(source: StripSource, axis: int, run: Callable[..., Any], sums: Any, found: Any) -> tuple[Any, Any]:

@@ -45,16 +45,8 @@ from jax import lax
 from jax_attn_bwd._core.numerics import accumulator_dtype, reduce_to, to_rank
 from jax_attn_bwd._core.sharding import match_type, vary_over, varying
 from jax_attn_bwd.ops.linear_attention import layout
-from jax_attn_bwd.ops.linear_attention.chunk import (
-    Part,
-    across_token,
-    dot_of,
-    part,
-    row_sums,
-    strictly_lower,
-    transposed,
-    unit_gradient,
-)
+from jax_attn_bwd.ops.linear_attention.chunk import Part, part, unit_gradient
+from jax_attn_bwd.ops.linear_attention.decays import Shared, across_token
 from jax_attn_bwd.ops.linear_attention.forward import (
     Inside,
     decayed,
@@ -65,6 +57,7 @@ from jax_attn_bwd.ops.linear_attention.forward import (
     through_chunks,
     zero_state,
 )
+from jax_attn_bwd.ops.linear_attention.matrix import dot_of, row_sums, strictly_lower, transposed
 from jax_attn_bwd.ops.linear_attention.plan import Plan
 from jax_attn_bwd.ops.linear_attention.spec import Options, Residuals
 
@@ -153,7 +146,7 @@ def _of_tokens(
     (query, key, value, beta, decays, query_factor, key_factor), dot = own, dot_of(options)
     normed, query = query, options.scale * query
     dstate, du, dr = through
-    needs_decay, is_shared = "log_decay" in wanted, decays.between is not None
+    needs_decay, is_shared = "log_decay" in wanted, isinstance(decays.pairs, Shared)
     found = {"value": du}
 
     # (9); what a token reads of its own would only cancel in (15)
@@ -174,18 +167,18 @@ def _of_tokens(
     drows: Any = None
     if "query" in wanted or needs_decay:
         dq_start = decays.from_start * dot("iv,hv", dout, states)
-        dq = dq_start + decays.rows(dot, dreads, key)
+        dq = dq_start + decays.pairs.rows(dot, dreads, key)
     # (13), (14)
     if "key" in wanted or needs_decay:
         dat_end = decays.to_end * dot("jv,hv", u, dstate)
-        dcolumns = dat_end + decays.columns(dot, dreads, query)
+        dcolumns = dat_end + decays.pairs.columns(dot, dreads, query)
         if options.is_delta:
             dk_start = decays.from_start * dot("iv,hv", db_dr, states)
             if is_shared:
-                drows = decays.both(dot, doverlaps, key) - dk_start
+                drows = decays.pairs.both(dot, doverlaps, key) - dk_start
             else:  # (15) takes them apart
-                dcolumns = dcolumns + decays.columns(dot, doverlaps, key)
-                drows = decays.rows(dot, doverlaps, key) - dk_start
+                dcolumns = dcolumns + decays.pairs.columns(dot, doverlaps, key)
+                drows = decays.pairs.rows(dot, doverlaps, key) - dk_start
         dk = dcolumns if drows is None else dcolumns + drows
     # (15) to (17), or (18)
     if needs_decay:

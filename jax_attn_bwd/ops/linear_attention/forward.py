@@ -26,15 +26,9 @@ from jax import lax
 from jax_attn_bwd._core.numerics import accumulator_dtype
 from jax_attn_bwd._core.sharding import full_like_operands, tie, vary_over, varying
 from jax_attn_bwd.ops.linear_attention import layout
-from jax_attn_bwd.ops.linear_attention.chunk import (
-    Part,
-    Scaled,
-    dot_of,
-    inverse,
-    part,
-    strictly_lower,
-    transposed,
-)
+from jax_attn_bwd.ops.linear_attention.chunk import Part, part
+from jax_attn_bwd.ops.linear_attention.decays import Scaled
+from jax_attn_bwd.ops.linear_attention.matrix import dot_of, inverse, strictly_lower, transposed
 from jax_attn_bwd.ops.linear_attention.plan import Plan
 from jax_attn_bwd.ops.linear_attention.spec import Operands, Options
 
@@ -113,14 +107,14 @@ def inside(options: Options, own: Part) -> Inside:
     query = options.scale * query
     overlaps = triangle = None
     if options.is_delta:
-        overlaps = jnp.where(strictly_lower(key), decays.products(dot, key, key), 0)
+        overlaps = jnp.where(strictly_lower(key), decays.pairs.products(dot, key, key), 0)
         triangle = inverse(beta * overlaps)
     return Inside(
         decays.scaled(options.scale * decays.from_start, own.query),
         decays.scaled(decays.from_start, key),
         decays.scaled(decays.to_end, key),
         transposed(decays.whole),
-        decays.products(dot, query, key),
+        decays.pairs.products(dot, query, key),
         overlaps,
         triangle,
     )

@@ -14,8 +14,8 @@ from jax_attn_bwd.ops.linear_attention.spec import Operands, Options
 
 CHUNK = 64  # tokens; with fewer, products are small, with more, those within a chunk are most of the work
 _CPU_BYTES = 1 << 20  # of what a group forms in all heads, so that a cache holds it
-# where all halvings are taken at once: each is a plane of a chunk, and few large operations are fast
-_CHUNK_OF_HALVINGS, _CPU_BYTES_OF_HALVINGS = 16, 1 << 23
+_CPU_BYTES_OF_ALL = 1 << 24  # with less all chunks are one group: without a loop XLA forms much of it once
+_CHUNK_OF_HALVINGS = 16  # where all halvings are taken at once: each is a plane of a chunk
 _FEW_STATES = 1 << 25  # bytes of one for each chunk
 _FEWEST_SIDE_BY_SIDE = 4  # chunks; fewer gain less than it takes to lay them out
 _WIDE_VALUES = 2  # channels of a value for each of its key, above which states cost more than planes
@@ -32,6 +32,7 @@ class Plan:
       chunk: C, a power of two.
       side_by_side: m, the chunks of a group.
       halvings_at_once: whether decays of channels take all halvings of a chunk at once, for a CPU.
+      mild_at_once: whether they take one product instead where all are mild, which is seen at run time.
     """
 
     options: Options
@@ -39,6 +40,7 @@ class Plan:
     chunk: int
     side_by_side: int
     halvings_at_once: bool = False
+    mild_at_once: bool = False
 
     def groups_of(self, T: Any) -> Any:
         """Counts the groups of T tokens, which may be symbolic."""
@@ -50,16 +52,19 @@ def plan(implementation: str, options: Options, operands: Operands) -> Plan:
     T = operands.value.shape[-3]
     if not isinstance(T, int):
         return Plan(options, implementation, CHUNK, 1)
-    at_once = T > 1 and _takes_halvings_at_once(operands)
+    of_channels = T > 1 and _has_decays_of_channels_on_cpu(operands)
+    # of a delta rule the inverse is most of the work; several devices would wait to hear of the others
+    mild = of_channels and not options.is_delta and T > _CHUNK_OF_HALVINGS and targets.is_one_cpu()
+    at_once = of_channels and not mild
     longest = min(CHUNK, _chunk_of_halvings(operands)) if at_once else CHUNK
     chunk = min(longest, 1 << max(T - 1, 0).bit_length())
     chunks = max(ceil_div(T, chunk), 1)
     # groups of like size, lest much of the last one be filled up
-    groups = ceil_div(chunks, min(_side_by_side(chunk, at_once, operands), chunks))
-    return Plan(options, implementation, chunk, ceil_div(chunks, groups), at_once)
+    groups = ceil_div(chunks, min(_side_by_side(chunk, chunks, of_channels, at_once, operands), chunks))
+    return Plan(options, implementation, chunk, ceil_div(chunks, groups), at_once, mild)
 
 
-def _takes_halvings_at_once(operands: Operands) -> bool:
+def _has_decays_of_channels_on_cpu(operands: Operands) -> bool:
     """Tells whether channels have decays of their own, on a CPU."""
     g, H = operands.log_decay, operands.key.shape[-1]
     of_channels = g is not None and g.ndim == operands.value.ndim and isinstance(H, int) and H > 1
@@ -73,22 +78,26 @@ def _chunk_of_halvings(operands: Operands) -> int:
     return 2 * _CHUNK_OF_HALVINGS if is_wide else _CHUNK_OF_HALVINGS
 
 
-def _side_by_side(chunk: int, halvings_at_once: bool, operands: Operands) -> int:
-    """Returns how many chunks a group has, of however many tokens."""
-    (*batch, T, N, Hv), H = operands.value.shape, operands.key.shape[-1]
+def _side_by_side(
+    chunk: int, chunks: int, of_channels: bool, halvings_at_once: bool, operands: Operands
+) -> int:
+    """Returns how many chunks a group has, of however many there are."""
+    (*batch, _, N, Hv), H = operands.value.shape, operands.key.shape[-1]
     itemsize = accumulator_dtype(operands.value.dtype).itemsize
     if not all(isinstance(n, int) for n in (*batch, N, Hv, H)):
         return 1
     # the states that are saved take no more than the inputs, where they are not few
     of_inputs = chunk * (2 * H // operands.groups + Hv) * operands.value.dtype.itemsize
     least = ceil_div(H * Hv * itemsize, max(of_inputs, 1))
-    if halvings_at_once and ceil_div(T, chunk) * math.prod(batch) * N * H * Hv * itemsize <= _FEW_STATES:
+    if of_channels and chunks * math.prod(batch) * N * H * Hv * itemsize <= _FEW_STATES:
         least = 1
-    # what a group forms: some rows of each head, some planes, some states
+    # what a chunk forms: some rows of each head, some planes, some states
     formed = math.prod(batch) * N * (4 * chunk * (H + Hv) + 4 * chunk**2 + 2 * H * Hv) * itemsize
-    on_cpu = _CPU_BYTES_OF_HALVINGS if halvings_at_once else _CPU_BYTES
-    budget = on_cpu if targets.platform() == "cpu" else _CHIP_BYTES
-    fitting = budget // max(formed, 1)
+    if targets.platform() != "cpu":
+        return max(least, _CHIP_BYTES // max(formed, 1))
+    if chunks * formed <= _CPU_BYTES_OF_ALL:
+        return chunks
+    fitting = _CPU_BYTES // max(formed, 1)
     if halvings_at_once and fitting < _FEWEST_SIDE_BY_SIDE:
         fitting = 1
     return max(least, fitting)

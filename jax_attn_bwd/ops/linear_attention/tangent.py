@@ -20,14 +20,7 @@ from jax import lax
 
 from jax_attn_bwd._core.numerics import accumulator_dtype
 from jax_attn_bwd.ops.linear_attention import layout
-from jax_attn_bwd.ops.linear_attention.chunk import (
-    Part,
-    dot_of,
-    part,
-    strictly_lower,
-    transposed,
-    unit_gradient,
-)
+from jax_attn_bwd.ops.linear_attention.chunk import Part, part, unit_gradient
 from jax_attn_bwd.ops.linear_attention.forward import (
     Inside,
     first_state,
@@ -38,6 +31,7 @@ from jax_attn_bwd.ops.linear_attention.forward import (
     zero_state,
 )
 from jax_attn_bwd.ops.linear_attention.layout import Tokens
+from jax_attn_bwd.ops.linear_attention.matrix import dot_of, strictly_lower, transposed
 from jax_attn_bwd.ops.linear_attention.plan import Plan
 from jax_attn_bwd.ops.linear_attention.spec import Operands
 
@@ -83,11 +77,11 @@ def _of_group(plan: Plan, tokens: Tokens, along: Tokens, dtype) -> tuple[Part, I
     dc = lax.cumsum(jnp.where(decays.restarts, 0, moved.log_decay), decays.restarts.ndim - 2)
     dend = dc[..., -1:, :]
     later = lambda dx, x: dx + dc * x
-    earlier = dkey - dc * key
-    dreads = decays.products(dot, later(dquery, query), key) + decays.products(dot, query, earlier)
+    earlier, products = dkey - dc * key, decays.pairs.products
+    dreads = products(dot, later(dquery, query), key) + products(dot, query, earlier)
     doverlaps = None
     if options.is_delta:
-        doverlaps = decays.products(dot, later(dkey, key), key) + decays.products(dot, key, earlier)
+        doverlaps = products(dot, later(dkey, key), key) + products(dot, key, earlier)
         doverlaps = jnp.where(strictly_lower(key), doverlaps, 0)
         doverlaps = moved.beta * within.overlaps + own.beta * doverlaps
     moves = Inside(

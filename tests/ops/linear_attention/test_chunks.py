@@ -19,7 +19,7 @@ from jax import export
 import jax_attn_bwd as jab
 from jax_attn_bwd.ops.linear_attention import plan as planning
 from jax_attn_bwd.ops.linear_attention.cases import case
-from jax_attn_bwd.ops.linear_attention.chunk import inverse
+from jax_attn_bwd.ops.linear_attention.matrix import inverse
 
 DELTA, LINEAR = (
     next(o for o in OPERATORS if o.name == n) for n in ("gated_delta_rule", "gated_linear_attention")
@@ -48,7 +48,7 @@ def test_groups_of_any_size(operator, decay, at_once, monkeypatch):
     one = case("", B=(1,), T=50, decay=decay, delta=operator is DELTA, state=True, segments=3, lengths=(44,))
     arrays, options = one.arrays(), NORM
     monkeypatch.setattr(planning, "CHUNK", 8)
-    monkeypatch.setattr(planning, "_takes_halvings_at_once", lambda _: at_once)
+    monkeypatch.setattr(planning, "_has_decays_of_channels_on_cpu", lambda _: at_once)
     expected = gradients(operator.reference, operator, arrays, options)
     for m in (1, 2):
         monkeypatch.setattr(planning, "_side_by_side", lambda *_, m=m: m)
@@ -103,7 +103,7 @@ def test_inverse_of_a_triangle_with_huge_powers(size):
 )
 def test_decays_of_all_sizes_in_float32(decay, at_once, rng, monkeypatch):
     """From none to more than float32 can hold the inverse of; also as a chip takes halves."""
-    monkeypatch.setattr(planning, "_takes_halvings_at_once", lambda _: at_once)
+    monkeypatch.setattr(planning, "_has_decays_of_channels_on_cpu", lambda _: at_once)
     arrays = case("", T=100, decay=decay, state=True).arrays()
     g = -(10.0 ** rng.uniform(-4, 3, arrays["log_decay"].shape))
     arrays["log_decay"] = jnp.asarray(np.where(rng.random(g.shape) < 0.05, -np.inf, g))
