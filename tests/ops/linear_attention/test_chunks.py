@@ -115,6 +115,34 @@ def test_decays_of_all_sizes_in_float32(decay, at_once, rng, monkeypatch):
         assert_close(found[name], x, 1e-4, name)
 
 
+def of_strength(growth, **options):
+    """Inputs in float32, whose logarithms of decays have a mean of -growth."""
+    arrays = case("", T=70, N=2, decay="channel", delta=False, growth=growth, **options).arrays()
+    return {name: x.astype(jnp.float32) for name, x in arrays.items()}
+
+
+@pytest.mark.parametrize("growth", [0.1, 1.2, 1.8, 50.0])
+def test_mild_and_strong_decays(growth, one_device):
+    """The first two are mild: over 64 tokens a decay of exp(-80) would be, and the second comes near to it."""
+    arrays = of_strength(growth, state=True)
+    value, found = gradients(LINEAR.call, LINEAR, arrays, {})
+    exact = {name: x.astype(jnp.float64) for name, x in arrays.items()}
+    expected = gradients(LINEAR.reference, LINEAR, exact, {})
+    assert_close(value, expected[0], 1e-5)
+    assert_trees_close(found, expected[1], 1e-5)
+
+
+def test_one_that_is_strong_decides_for_its_batch(one_device):
+    """Under `vmap` there are still two branches, of which one runs; each alone gives the same."""
+    both = [of_strength(growth) for growth in (0.1, 50.0)]
+    step = jax.grad(lambda x: jnp.sin(LINEAR.call(**x)[0]).sum())
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *both)
+    branches = lambda f, x: str(jax.make_jaxpr(f)(x)).count("cond[")
+    assert branches(jax.vmap(step), stacked) == branches(step, both[0]) > 0
+    expected = jax.tree.map(lambda *x: jnp.stack(x), *map(quick_jit(step), both))
+    assert_trees_close(quick_jit(jax.vmap(step))(stacked), expected, 1e-5)
+
+
 def test_what_is_saved_is_no_more_than_the_inputs():
     size = lambda tree: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
     for dtype in (jnp.float32, jnp.bfloat16):
