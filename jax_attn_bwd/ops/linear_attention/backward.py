@@ -146,12 +146,13 @@ def _of_tokens(
     (query, key, value, beta, decays, query_factor, key_factor), dot = own, dot_of(options)
     normed, query = query, options.scale * query
     dstate, du, dr = through
-    needs_decay, is_shared = "log_decay" in wanted, isinstance(decays.pairs, Shared)
+    needs_decay, pairs = "log_decay" in wanted, decays.pairs
+    shared = pairs if isinstance(pairs, Shared) else None
     found = {"value": du}
 
     # (9); what a token reads of its own would only cancel in (15)
     dreads = dot("iv,jv", dout, u)
-    own_share = None if is_shared else row_sums(dout * u)
+    own_share = row_sums(dout * u) if shared is None else None
     if options.is_delta:
         db_dr = beta * dr
         doverlaps = -jnp.where(strictly_lower(key), dot("iv,jv", dr, u), 0)
@@ -167,31 +168,31 @@ def _of_tokens(
     drows: Any = None
     if "query" in wanted or needs_decay:
         dq_start = decays.from_start * dot("iv,hv", dout, states)
-        dq = dq_start + decays.pairs.rows(dot, dreads, key)
+        dq = dq_start + pairs.rows(dot, dreads, key)
     # (13), (14)
     if "key" in wanted or needs_decay:
         dat_end = decays.to_end * dot("jv,hv", u, dstate)
-        dcolumns = dat_end + decays.pairs.columns(dot, dreads, query)
+        dcolumns = dat_end + pairs.columns(dot, dreads, query)
         if options.is_delta:
             dk_start = decays.from_start * dot("iv,hv", db_dr, states)
-            if is_shared:
-                drows = decays.pairs.both(dot, doverlaps, key) - dk_start
+            if shared is not None:
+                drows = shared.both(dot, doverlaps, key) - dk_start
             else:  # (15) takes them apart
-                dcolumns = dcolumns + decays.pairs.columns(dot, doverlaps, key)
-                drows = decays.pairs.rows(dot, doverlaps, key) - dk_start
+                dcolumns = dcolumns + pairs.columns(dot, doverlaps, key)
+                drows = pairs.rows(dot, doverlaps, key) - dk_start
         dk = dcolumns if drows is None else dcolumns + drows
     # (15) to (17), or (18)
     if needs_decay:
         axis, end = key.ndim - 2, key * dat_end
         passed = decays.whole * transposed(row_sums(states * dstate))
-        if is_shared:
-            start, pairs = query * dq_start, dreads * within.reads
+        if shared is not None:
+            start, read = query * dq_start, dreads * within.reads
             if options.is_delta:
-                start, pairs = start - key * dk_start, pairs + doverlaps * within.overlaps
+                start, read = start - key * dk_start, read + doverlaps * within.overlaps
             start, end, passed = map(row_sums, (start, end, passed))
             before = jnp.concatenate([jnp.zeros_like(end[..., :1, :]), end[..., :-1, :]], axis)
             dg = lax.cumsum(start, axis, reverse=True) + lax.cumsum(before, axis)
-            dg = dg + across_token(pairs) + passed
+            dg = dg + across_token(read) + passed
         else:
             dc = query * dq - key * dcolumns
             dc = dc if drows is None else dc + key * drows
