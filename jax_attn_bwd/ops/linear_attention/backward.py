@@ -1,6 +1,6 @@
 """Backward of linear attention: derivation, then the portable code.
 
-The letters and equations (1) to (6) are those of `chunk.py` and `forward.py`. From dO and the cotangent dS1
+The letters and equations (1) to (6) are those of `decays.py`, `matrix.py` and `forward.py`. From dO and the cotangent dS1
 of the state behind a chunk, for one chunk after the other, the last first:
 
     dU = P^T dO + K~ dS1                                             from (6)           (7)

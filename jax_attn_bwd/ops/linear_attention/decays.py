@@ -218,7 +218,7 @@ def decays(plan: Plan, log_decay: jax.Array, restarts: jax.Array | None) -> Deca
     # where a part begins, and of which part each token is
     is_zero = jnp.exp(log_decay) == 0
     restarts = is_zero if restarts is None else is_zero | restarts
-    if plan.halvings_at_once or plan.mild_at_once:
+    if plan.halvings_at_once:
         return _of_channels_on_cpu(plan, log_decay, restarts)
     g, axis = jnp.where(restarts, 0, log_decay), restarts.ndim - 2
     behind = jnp.concatenate([g[..., 1:, :], jnp.zeros_like(g[..., :1, :])], axis)

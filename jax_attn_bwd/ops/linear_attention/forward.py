@@ -1,6 +1,6 @@
 """Portable forward of linear attention: groups of chunks in order, and within a group its states in order.
 
-A chunk of C tokens from the state S0, with the letters of `chunk.py`, q scaled, b = beta:
+A chunk of C tokens from the state S0, with the letters of `decays.py`, q scaled, b = beta:
 
     q^_i = exp(c_i) q_i,   k^_i = exp(c_i) k_i,   k~_j = exp(c_C - c_j) k_j             (4)
     A_ij = b_i <k_i, k_j>_G for j < i,   M = (I + A)^-1,   P_ij = <q_i, k_j>_G for j <= i

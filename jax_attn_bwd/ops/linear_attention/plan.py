@@ -15,7 +15,7 @@ from jax_attn_bwd.ops.linear_attention.spec import Operands, Options
 CHUNK = 64  # tokens; with fewer, products are small, with more, those within a chunk are most of the work
 _CPU_BYTES = 1 << 20  # of what a group forms in all heads, so that a cache holds it
 _CPU_BYTES_OF_ALL = 1 << 24  # with less all chunks are one group: without a loop XLA forms much of it once
-_CHUNK_OF_HALVINGS = 16  # where all halvings are taken at once: each is a plane of a chunk
+_CHUNK_OF_HALVINGS = 16  # where all halvings are taken at once, each a plane of the chunk
 _FEW_STATES = 1 << 25  # bytes of one for each chunk
 _FEWEST_SIDE_BY_SIDE = 4  # chunks; fewer gain less than it takes to lay them out
 _WIDE_VALUES = 2  # channels of a value for each of its key, above which states cost more than planes
@@ -52,16 +52,17 @@ def plan(implementation: str, options: Options, operands: Operands) -> Plan:
     T = operands.value.shape[-3]
     if not isinstance(T, int):
         return Plan(options, implementation, CHUNK, 1)
-    of_channels = T > 1 and _has_decays_of_channels_on_cpu(operands)
-    # of a delta rule the inverse is most of the work; several devices would wait to hear of the others
-    mild = of_channels and not options.is_delta and T > _CHUNK_OF_HALVINGS and targets.is_one_cpu()
-    at_once = of_channels and not mild
-    longest = min(CHUNK, _chunk_of_halvings(operands)) if at_once else CHUNK
+    at_once = T > 1 and _has_decays_of_channels_on_cpu(operands)
+    # where there are several devices, each would wait to hear of the others
+    is_mild_at_once = at_once and T > _CHUNK_OF_HALVINGS and targets.is_one_cpu()
+    # one product is as short for a long chunk; the inverse of a delta rule is not
+    is_short = at_once and (options.is_delta or not is_mild_at_once)
+    longest = min(CHUNK, _chunk_of_halvings(operands)) if is_short else CHUNK
     chunk = min(longest, 1 << max(T - 1, 0).bit_length())
     chunks = max(ceil_div(T, chunk), 1)
     # groups of like size, lest much of the last one be filled up
-    groups = ceil_div(chunks, min(_side_by_side(chunk, chunks, of_channels, at_once, operands), chunks))
-    return Plan(options, implementation, chunk, ceil_div(chunks, groups), at_once, mild)
+    groups = ceil_div(chunks, min(_side_by_side(chunk, chunks, at_once, operands), chunks))
+    return Plan(options, implementation, chunk, ceil_div(chunks, groups), at_once, is_mild_at_once)
 
 
 def _has_decays_of_channels_on_cpu(operands: Operands) -> bool:
@@ -78,9 +79,7 @@ def _chunk_of_halvings(operands: Operands) -> int:
     return 2 * _CHUNK_OF_HALVINGS if is_wide else _CHUNK_OF_HALVINGS
 
 
-def _side_by_side(
-    chunk: int, chunks: int, of_channels: bool, halvings_at_once: bool, operands: Operands
-) -> int:
+def _side_by_side(chunk: int, chunks: int, halvings_at_once: bool, operands: Operands) -> int:
     """Returns how many chunks a group has, of however many there are."""
     (*batch, _, N, Hv), H = operands.value.shape, operands.key.shape[-1]
     itemsize = accumulator_dtype(operands.value.dtype).itemsize
@@ -89,7 +88,7 @@ def _side_by_side(
     # the states that are saved take no more than the inputs, where they are not few
     of_inputs = chunk * (2 * H // operands.groups + Hv) * operands.value.dtype.itemsize
     least = ceil_div(H * Hv * itemsize, max(of_inputs, 1))
-    if of_channels and chunks * math.prod(batch) * N * H * Hv * itemsize <= _FEW_STATES:
+    if halvings_at_once and chunks * math.prod(batch) * N * H * Hv * itemsize <= _FEW_STATES:
         least = 1
     # what a chunk forms: some rows of each head, some planes, some states
     formed = math.prod(batch) * N * (4 * chunk * (H + Hv) + 4 * chunk**2 + 2 * H * Hv) * itemsize

@@ -1,6 +1,6 @@
 """Tangent rule of linear attention: derivation, then the code.
 
-The letters and equations (1) to (6) are those of `chunk.py` and `forward.py`; x' is the tangent of x. Since
+The letters and equations (1) to (6) are those of `decays.py`, `matrix.py` and `forward.py`; x' is the tangent of x. Since
 a pair of tokens has the factor exp(c_i - c_j), its tangent goes to the rows on either side:
 
     <x_i, y_j>_G' = <x_i' + c_i' x_i, y_j>_G + <x_i, y_j' - c_j' y_j>_G                 (19)

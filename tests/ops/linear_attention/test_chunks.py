@@ -115,19 +115,23 @@ def test_decays_of_all_sizes_in_float32(decay, at_once, rng, monkeypatch):
         assert_close(found[name], x, 1e-4, name)
 
 
-def of_strength(growth, **options):
+def of_strength(growth, operator=LINEAR, **options):
     """Inputs in float32, whose logarithms of decays have a mean of -growth."""
-    arrays = case("", T=70, N=2, decay="channel", delta=False, growth=growth, **options).arrays()
+    delta = operator is DELTA
+    arrays = case("", T=70, N=2, decay="channel", delta=delta, growth=growth, **options).arrays()
     return {name: x.astype(jnp.float32) for name, x in arrays.items()}
 
 
-@pytest.mark.parametrize("growth", [0.1, 1.2, 1.8, 50.0])
-def test_mild_and_strong_decays(growth, one_device):
-    """The first two are mild: over 64 tokens a decay of exp(-80) would be, and the second comes near to it."""
-    arrays = of_strength(growth, state=True)
-    value, found = gradients(LINEAR.call, LINEAR, arrays, {})
+@pytest.mark.parametrize(
+    ("operator", "growth"),
+    [*((LINEAR, growth) for growth in (0.1, 1.2, 1.8, 50.0)), *((DELTA, growth) for growth in (0.1, 50.0))],
+)
+def test_mild_and_strong_decays(operator, growth, one_device):
+    """Of the linear ones two are mild: less than 80 are summed over 64 tokens, of the second nearly that.
+    arrays, options = of_strength(growth, operator, state=True), NORM if operator is DELTA else {}
+    value, found = gradients(operator.call, operator, arrays, options)
     exact = {name: x.astype(jnp.float64) for name, x in arrays.items()}
-    expected = gradients(LINEAR.reference, LINEAR, exact, {})
+    expected = gradients(operator.reference, operator, exact, options)
     assert_close(value, expected[0], 1e-5)
     assert_trees_close(found, expected[1], 1e-5)
 
