@@ -1,7 +1,7 @@
 """Backward of linear attention: derivation, then the portable code.
 
-The letters and equations (1) to (6) are those of `decays.py`, `matrix.py` and `forward.py`. From dO and the cotangent dS1
-of the state behind a chunk, for one chunk after the other, the last first:
+The letters and equations (1) to (6) are those of `decays.py`, `matrix.py` and `forward.py`. From dO and the
+cotangent dS1 of the state behind a chunk, for one chunk after the other, the last first:
 
     dU = P^T dO + K~ dS1                                             from (6)           (7)
     dR = M^T dU,   dS0 = Q^^T dO + exp(c_C) dS1 - K^^T (b dR)        from (5), (6)      (8)

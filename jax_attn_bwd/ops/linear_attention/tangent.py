@@ -1,7 +1,7 @@
 """Tangent rule of linear attention: derivation, then the code.
 
-The letters and equations (1) to (6) are those of `decays.py`, `matrix.py` and `forward.py`; x' is the tangent of x. Since
-a pair of tokens has the factor exp(c_i - c_j), its tangent goes to the rows on either side:
+The letters and equations (1) to (6) are those of `decays.py`, `matrix.py` and `forward.py`; x' is the
+tangent of x. Since a pair of tokens has the factor exp(c_i - c_j), its tangent goes to the rows of either:
 
     <x_i, y_j>_G' = <x_i' + c_i' x_i, y_j>_G + <x_i, y_j' - c_j' y_j>_G                 (19)
     q^' = exp(c) (q' + c' q),   k~_j' = exp(c_C - c_j) (k_j' + (c_C' - c_j') k_j),   and so k^'   (20)

@@ -127,7 +127,7 @@ def of_strength(growth, operator=LINEAR, **options):
     [*((LINEAR, growth) for growth in (0.1, 1.2, 1.8, 50.0)), *((DELTA, growth) for growth in (0.1, 50.0))],
 )
 def test_mild_and_strong_decays(operator, growth, one_device):
-    """Of the linear ones two are mild: less than 80 are summed over 64 tokens, of the second nearly that.
+    """Two of the linear ones are mild: over 64 tokens less than 80 is summed, of the second 75."""
     arrays, options = of_strength(growth, operator, state=True), NORM if operator is DELTA else {}
     value, found = gradients(operator.call, operator, arrays, options)
     exact = {name: x.astype(jnp.float64) for name, x in arrays.items()}
