@@ -140,6 +140,25 @@ def test_jit_with_sharded_operands(operator, implementation, case, axis_type, sh
     assert sum(counted.values()) <= budget(operator, case, arrays, names, shape), counted
 
 
+@pytest.mark.parametrize(
+    CASE,
+    [pytest.param(*p.values, id=p.id, marks=[*p.marks, *[thorough] * (p.id not in FIRST)]) for p in SHARD],
+)
+def test_explicit_mesh_of_one_device(operator, implementation, case, one_device):
+    """There axes are named, though nothing is split: what one CPU does may not lose them."""
+    arrays, names, cts, step, expected = on_one_device(operator, implementation, case)
+    mesh = jax.make_mesh((1, 1), ("b", "h"), devices=jax.devices()[:1], axis_types=(EXPLICIT,) * 2)
+    with jax.set_mesh(mesh):
+        placed = {name: put(operator, mesh, name, x) for name, x in arrays.items()}
+        placed_cts = tuple(put(operator, mesh, n, ct) for n, ct in zip(operator.outputs, cts, strict=True))
+        out, gradients = jax.jit(step, compiler_options=QUICK)(placed, placed_cts)
+    for name in operator.outputs:
+        assert_close(out[name], expected[0][name], 1e-12, name)
+    for name in names:
+        assert_close(gradients[name], expected[1][name], 1e-12, name)
+        assert gradients[name].sharding.spec == placed[name].sharding.spec, name
+
+
 @thorough
 @pytest.mark.parametrize("axis_type", [AUTO, EXPLICIT])
 @pytest.mark.parametrize(CASE, [p for p in SHARD if p.id in FIRST and takes_forward_mode(p.values[0])])

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jax_attn_bwd._core import split, targets
-from jax_attn_bwd._core.sharding import gathered, unsharded
+from jax_attn_bwd._core.sharding import explicit_spec, gathered, unsharded
 from jax_attn_bwd._core.split import Pieces
 from jax_attn_bwd.ops.deformable import sampling
 from jax_attn_bwd.ops.deformable.spec import DIFFERENTIABLE, Operands, Options
@@ -85,7 +85,7 @@ def fastest_loops(options: Options, operands: Operands, pieces: Pieces | None = 
 
     Measured with 5440 pixels, 8 heads of 32, B of 1 or 8, 100 to 5440 queries. Sums by channel and pairs lay
     heads and batch entries one behind the other, so they are left out where these may be on different
-    devices.
+    devices, or an Explicit mesh names their axes.
     """
     if targets.platform() == "gpu":
         return Loops(all_points=True, in_order=options.deterministic_sums)
@@ -97,7 +97,8 @@ def fastest_loops(options: Options, operands: Operands, pieces: Pieces | None = 
     if pieces is not None and pieces.mesh_axes:
         B, Q, M, _ = jax.typeof(weights).sharding.shard_shape(weights.shape)
     many = B * Q * M >= _MANY_ROWS
-    if pieces is not None or not targets.is_one_cpu() or operands.value.size >= _INDICES:
+    is_named = any(explicit_spec(weights)) or any(explicit_spec(operands.value))
+    if pieces is not None or is_named or not targets.is_one_cpu() or operands.value.size >= _INDICES:
         return Loops(on_all_cores=many)
     by_channel = many and 4 * Q >= S  # with fewer, transposing the pixels costs more
     corners = (4 if options.method == "bilinear" else 1) * weights.size

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_attn_bwd._core import targets
-from jax_attn_bwd._core.sharding import auto_devices
+from jax_attn_bwd._core.sharding import auto_devices, explicit_spec
 from jax_attn_bwd._core.split import Pieces
 from jax_attn_bwd.ops.graph import kinds, loops, placement
 from jax_attn_bwd.ops.graph.groups import first_group_per_node
@@ -96,7 +96,8 @@ class Plan:
       implementation: the name of the one that runs.
       return_residual: whether lse is returned.
       batch_rank: the number of batch axes in front of nodes and edges.
-      in_turn: whether the entries of the batch are computed one after the other.
+      in_turn: whether the entries of the batch are computed one after the other. Not where an Explicit mesh
+        names their axes, be it of one device.
       on_every_device: whether nodes and edges may lie on several devices of an Auto mesh. Then each device
         gathers them all: any edge may ask for any node, and each chunk of a loop would gather its own.
       tied: the pieces in which devices of an Auto mesh may share the edges, see `placement.py`; else None.
@@ -127,6 +128,7 @@ class Plan:
         """Decides from the shapes, the mesh and the platform."""
         # where nodes and edges lie
         spread = (operands.src, operands.dst, operands.value, operands.edge)
+        is_named = any(any(explicit_spec(x)[:-2]) for x in spread if x is not None)
         pieces = placement.pieces_of_edges(operands)
         devices = 1 if pieces else max(auto_devices(x) for x in spread if x is not None)
 
@@ -145,7 +147,7 @@ class Plan:
             implementation=implementation,
             return_residual=return_residual,
             batch_rank=len(operands.batch_axes),
-            in_turn=one_after_another(),
+            in_turn=one_after_another() and not is_named,
             on_every_device=devices > 1 and pieces is None,
             tied=tied,
             pieces=pieces,
@@ -181,4 +183,4 @@ class Plan:
 
 def one_after_another() -> bool:
     """Tells whether entries are computed in turn: a lone CPU takes half the time for it."""
-    return targets.platform() == "cpu" and len(jax.devices("cpu")) == 1
+    return targets.is_one_cpu()

@@ -20,6 +20,7 @@ from jax import lax
 
 from jax_attn_bwd._core import targets
 from jax_attn_bwd._core.numerics import to_rank
+from jax_attn_bwd._core.sharding import explicit_spec
 from jax_attn_bwd.ops.linear_attention.spec import Options
 
 Dot = Callable[[str, jax.Array, jax.Array], jax.Array]
@@ -50,11 +51,13 @@ def dot_of(options: Options) -> Dot:
 def product(axes: str, x: jax.Array, y: jax.Array, precision: Any = lax.Precision.HIGHEST) -> jax.Array:
     """Multiplies stacks of matrices; XLA:GPU writes one anew that `jnp.swapaxes` turned.
 
-    On one CPU a stack is one axis: JAX 0.12 ends the process at products of eight, as under two `vmap`s.
+    On one CPU a stack is one axis: JAX 0.12 ends the process at products of eight, as under two `vmap`s. An
+    Explicit mesh, if of one device, does not let an axis go that it names.
     """
     x_axes, y_axes = axes.split(",")
     rest, stack = "".join(a for a in x_axes + y_axes if axes.count(a) == 1), x.shape[:-2]
     is_merged = len(stack) > 1 and stack == y.shape[:-2] and targets.is_one_cpu()
+    is_merged = is_merged and not any(explicit_spec(x)[:-2] + explicit_spec(y)[:-2])
     if is_merged:
         x, y = (z.reshape(math.prod(stack), *z.shape[-2:]) for z in (x, y))
     found = jnp.einsum(f"...{x_axes},...{y_axes}->...{rest}", x, y, precision=precision)
