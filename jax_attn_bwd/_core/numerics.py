@@ -138,7 +138,10 @@ def segment_sums(rows: jax.Array, first: jax.Array, axis: int) -> jax.Array:
 
 @custom_vmap
 def any_of_batch(x: jax.Array) -> jax.Array:
-    """Returns `x`, bool; under `vmap` where any of the batch is: branches that each chose would all run."""
+    """Returns `x`, bool; under `vmap` whether it is so in any entry of the batch.
+
+    Then a `lax.cond` on it runs one branch. On a bool of each entry it would run both.
+    """
     return x
 
 

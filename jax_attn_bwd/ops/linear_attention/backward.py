@@ -142,7 +142,7 @@ def _of_tokens(
     dout: jax.Array,
     through: Through,
 ) -> dict[str, jax.Array]:
-    """Computes (9) to (17): the gradients in `wanted` of what is told of the tokens."""
+    """Computes (9) to (18): the gradients in `wanted` of what is told of the tokens."""
     (query, key, value, beta, decays, query_factor, key_factor), dot = own, dot_of(options)
     normed, query = query, options.scale * query
     dstate, du, dr = through
@@ -186,13 +186,13 @@ def _of_tokens(
         axis, end = key.ndim - 2, key * dat_end
         passed = decays.whole * transposed(row_sums(states * dstate))
         if shared is not None:
-            start, read = query * dq_start, dreads * within.reads
+            start, of_pairs = query * dq_start, dreads * within.reads
             if options.is_delta:
-                start, read = start - key * dk_start, read + doverlaps * within.overlaps
+                start, of_pairs = start - key * dk_start, of_pairs + doverlaps * within.overlaps
             start, end, passed = map(row_sums, (start, end, passed))
             before = jnp.concatenate([jnp.zeros_like(end[..., :1, :]), end[..., :-1, :]], axis)
             dg = lax.cumsum(start, axis, reverse=True) + lax.cumsum(before, axis)
-            dg = dg + across_token(read) + passed
+            dg = dg + across_token(of_pairs) + passed
         else:
             dc = query * dq - key * dcolumns
             dc = dc if drows is None else dc + key * drows

@@ -15,10 +15,10 @@ and neither is above 1. Each pair of tokens is parted by one halving. A decay of
 and the beginning of a document part what is before from what follows: there c is not summed, parts are
 counted, and tokens of different parts are nothing to one another.
 
-On a CPU many small products are slow. There the halvings of short blocks are taken at once, each as a product
-of whole blocks whose pairs that other halvings part are masked. And where no c is far from its middle of the
-chunk, that middle takes the place of c_b for all pairs: one product, of factors that may be above 1 but do
-not overflow. Which of the two it is, is seen when the program runs.
+On a CPU many small products are slow. There all halvings are taken at once, each as a product of whole chunks
+whose pairs that other halvings part are masked. And where every c is within 40 of h = c_C / 2, then h takes
+the place of c_b for all pairs: one product, of factors that may be above 1 but do not overflow. `lax.cond`
+decides which, when the program runs, where there is one CPU.
 """
 
 from collections.abc import Callable
@@ -46,7 +46,7 @@ from jax_attn_bwd.ops.linear_attention.matrix import (
 from jax_attn_bwd.ops.linear_attention.plan import Plan
 
 _NEVER = -1e5  # the logarithm of what underflows, with any that it is added to
-_MILD = 40  # of c, from its middle: its rounding is a few millionths, and no exponential overflows
+_MILD = 40  # of c - h: its rounding is a few millionths, and no exponential overflows
 
 
 class Scaled(NamedTuple):
@@ -75,11 +75,11 @@ class Shared(NamedTuple):
         return dot("id,jd", x, y) * self.plane
 
     def rows(self, dot: Dot, plane: jax.Array, y: jax.Array) -> jax.Array:
-        """Returns sum_j plane_ij y_j exp(c_i - c_j) over j <= i, or j < i if channels differ, [C, X]."""
+        """Returns sum_j plane_ij y_j exp(c_i - c_j) over j <= i, [C, X]; the others leave j = i out."""
         return dot("ij,jd", plane * self.plane, y)
 
     def columns(self, dot: Dot, plane: jax.Array, x: jax.Array) -> jax.Array:
-        """Returns sum_i plane_ij x_i exp(c_i - c_j) over i >= j, or i > j if channels differ, [C, X]."""
+        """Returns sum_i plane_ij x_i exp(c_i - c_j) over i >= j, [C, X]; the others leave i = j out."""
         return dot("ij,id", plane * self.plane, x)
 
     def both(self, dot: Dot, plane: jax.Array, x: jax.Array) -> jax.Array:
@@ -126,7 +126,7 @@ class Halved(NamedTuple):
 
 
 class AllHalved(NamedTuple):
-    """The same, as each token's factors in all halvings at once: [halvings, C, X]."""
+    """As `Halved`, with the factors of each token in all halvings at once, [halvings, C, X]."""
 
     factors: jax.Array
 
@@ -149,7 +149,7 @@ class AllHalved(NamedTuple):
 
 
 class Mild(NamedTuple):
-    """Decays of channels that are not strong: exp(c_i - m) and exp(m - c_j), m the middle, [C, X]."""
+    """Decays of channels that are not strong: exp(c_i - h) and exp(h - c_j), [C, X]."""
 
     later: jax.Array
     earlier: jax.Array
@@ -172,7 +172,7 @@ class Either(NamedTuple):
 
     is_strong: jax.Array
     mild: Mild
-    log_decay: jax.Array  # [C, X]
+    log_decay: jax.Array  # [C, X], at a restart what underflows
 
     def products(self, dot: Dot, x: jax.Array, y: jax.Array) -> jax.Array:
         """Returns what `Shared.products` does."""
@@ -260,6 +260,7 @@ def _of_channels_on_cpu(plan: Plan, log_decay: jax.Array, restarts: jax.Array) -
         return Decays(restarts, *outer, _all_halved(g))
     from_middle = (since_start - to_end) / 2
     is_strong = any_of_batch(~(abs(lax.stop_gradient(from_middle)) <= _MILD).all())
+    from_middle = jnp.where(is_strong, 0, from_middle)  # else inf, whose cotangent of 0 would make NaN
     mild = Mild(jnp.exp(from_middle), jnp.exp(-from_middle))
     return Decays(restarts, *outer, Either(is_strong, mild, g))
 

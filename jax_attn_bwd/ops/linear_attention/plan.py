@@ -2,6 +2,7 @@
 
 A group of m chunks is computed side by side but for its states, which follow one another; the groups follow
 one another, too, and the state before each is saved. Small groups stay in a cache; a large one fills a chip.
+A call that forms little is one group on a CPU: no loop parts its forward from its backward.
 """
 
 import math
@@ -32,7 +33,7 @@ class Plan:
       chunk: C, a power of two.
       side_by_side: m, the chunks of a group.
       halvings_at_once: whether decays of channels take all halvings of a chunk at once, for a CPU.
-      mild_at_once: whether they take one product instead where all are mild, which is seen at run time.
+      mild_at_once: whether mild ones take one product instead, which is seen at run time.
     """
 
     options: Options
@@ -53,9 +54,10 @@ def plan(implementation: str, options: Options, operands: Operands) -> Plan:
     if not isinstance(T, int):
         return Plan(options, implementation, CHUNK, 1)
     at_once = T > 1 and _has_decays_of_channels_on_cpu(operands)
-    # where there are several devices, each would wait to hear of the others
-    is_mild_at_once = at_once and T > _CHUNK_OF_HALVINGS and targets.is_one_cpu()
-    # one product is as short for a long chunk; the inverse of a delta rule is not
+    # a restart is not mild, and several devices would hear of one another in each group
+    is_mild_at_once = at_once and T > _CHUNK_OF_HALVINGS and operands.restarts is None
+    is_mild_at_once = is_mild_at_once and targets.is_one_cpu()
+    # one product costs little more in a long chunk; the inverse of a delta rule does
     is_short = at_once and (options.is_delta or not is_mild_at_once)
     longest = min(CHUNK, _chunk_of_halvings(operands)) if is_short else CHUNK
     chunk = min(longest, 1 << max(T - 1, 0).bit_length())
@@ -80,7 +82,7 @@ def _chunk_of_halvings(operands: Operands) -> int:
 
 
 def _side_by_side(chunk: int, chunks: int, halvings_at_once: bool, operands: Operands) -> int:
-    """Returns how many chunks a group has, of however many there are."""
+    """Returns how many of the `chunks` a group may have."""
     (*batch, _, N, Hv), H = operands.value.shape, operands.key.shape[-1]
     itemsize = accumulator_dtype(operands.value.dtype).itemsize
     if not all(isinstance(n, int) for n in (*batch, N, Hv, H)):

@@ -1,7 +1,7 @@
 """Tangent rule of linear attention: derivation, then the code.
 
 The letters and equations (1) to (6) are those of `decays.py`, `matrix.py` and `forward.py`; x' is the
-tangent of x. Since a pair of tokens has the factor exp(c_i - c_j), its tangent goes to the rows of either:
+tangent of x. Since a pair of tokens has the factor exp(c_i - c_j), its tangent goes to the rows of both:
 
     <x_i, y_j>_G' = <x_i' + c_i' x_i, y_j>_G + <x_i, y_j' - c_j' y_j>_G                 (19)
     q^' = exp(c) (q' + c' q),   k~_j' = exp(c_C - c_j) (k_j' + (c_C' - c_j') k_j),   and so k^'   (20)
@@ -13,6 +13,7 @@ The states are computed again with their tangents, so nothing is read of what th
 """
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ from jax import lax
 
 from jax_attn_bwd._core.numerics import accumulator_dtype
 from jax_attn_bwd.ops.linear_attention import layout
-from jax_attn_bwd.ops.linear_attention.chunk import Part, part, unit_gradient
+from jax_attn_bwd.ops.linear_attention.chunk import part, unit_gradient
 from jax_attn_bwd.ops.linear_attention.forward import (
     Inside,
     first_state,
@@ -63,8 +64,8 @@ def tangent(plan: Plan, operands: Operands, tangents: Operands) -> tuple[jax.Arr
     return dout, merged_heads(dfinal)
 
 
-def _of_group(plan: Plan, tokens: Tokens, along: Tokens, dtype) -> tuple[Part, Inside, Inside, Tokens]:
-    """Returns the chunks of a group, what is inside them, its tangents by (19) and (20), and the tokens'."""
+def _of_group(plan: Plan, tokens: Tokens, along: Tokens, dtype) -> tuple[Any, Any, Inside, Inside, Tokens]:
+    """Returns value, beta and insides of chunks, then tangents: of these by (19) and (20), of the tokens."""
     options = plan.options
     own, dot = part(plan, tokens, dtype), dot_of(options)
     within, decays = inside(options, own), own.decays
@@ -93,18 +94,18 @@ def _of_group(plan: Plan, tokens: Tokens, along: Tokens, dtype) -> tuple[Part, I
         doverlaps,  # A'
         None,
     )
-    return own, within, moves, moved
+    return own.value, own.beta, within, moves, moved
 
 
 def _next(options, states, given):
     """Returns the state and its tangent behind a chunk, and the tangent of the output, (21) to (23)."""
-    (state, dstate), (own, within, moves, moved), dot = states, given, dot_of(options)
-    u, du = own.value, moved.value
+    (state, dstate), (u, beta, within, moves, moved), dot = states, given, dot_of(options)
+    du = moved.value
     if options.is_delta:
         rest = u - within.at_start.times(dot, state)
-        u = dot("ij,jv", within.inverse, own.beta * rest)
+        u = dot("ij,jv", within.inverse, beta * rest)
         du = du - moves.at_start.times(dot, state) - within.at_start.times(dot, dstate)
-        du = moved.beta * rest + own.beta * du - dot("ij,jv", moves.overlaps, u)
+        du = moved.beta * rest + beta * du - dot("ij,jv", moves.overlaps, u)
         du = dot("ij,jv", within.inverse, du)
     dout = moves.from_start.times(dot, state) + within.from_start.times(dot, dstate)
     dout = dout + dot("ij,jv", moves.reads, u) + dot("ij,jv", within.reads, du)

@@ -1,5 +1,7 @@
 """Groups of chunks, states that are handed on, what is saved, and numbers that overflow in other forms."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,6 +19,7 @@ from helpers import (
 from jax import export
 
 import jax_attn_bwd as jab
+from jax_attn_bwd.ops.linear_attention import decays
 from jax_attn_bwd.ops.linear_attention import plan as planning
 from jax_attn_bwd.ops.linear_attention.cases import case
 from jax_attn_bwd.ops.linear_attention.matrix import inverse
@@ -122,18 +125,67 @@ def of_strength(growth, operator=LINEAR, **options):
     return {name: x.astype(jnp.float32) for name, x in arrays.items()}
 
 
+@pytest.fixture
+def without_the_other(one_device, monkeypatch, is_mild):
+    """What is for strong decays gives NaN where they are mild, and the other way round."""
+    other = "_all_halved" if is_mild else "Mild"
+    made = getattr(decays, other)
+    monkeypatch.setattr(decays, other, lambda first, *rest: made(jnp.nan * first, *rest))
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
 @pytest.mark.parametrize(
-    ("operator", "growth"),
-    [*((LINEAR, growth) for growth in (0.1, 1.2, 1.8, 50.0)), *((DELTA, growth) for growth in (0.1, 50.0))],
+    ("operator", "growth", "is_mild"),
+    [
+        (LINEAR, 0.1, True),
+        (LINEAR, 1.2, True),
+        (LINEAR, 1.8, False),
+        (LINEAR, 50.0, False),
+        (DELTA, 0.1, True),
+        (DELTA, 50.0, False),
+    ],
 )
-def test_mild_and_strong_decays(operator, growth, one_device):
-    """Two of the linear ones are mild: over 64 tokens less than 80 is summed, of the second 75."""
+@pytest.mark.usefixtures("without_the_other")
+def test_mild_and_strong_decays(operator, growth, is_mild):
+    """Mild are those whose sum over 64 tokens is below 80 in all channels; here it is 75 at most."""
     arrays, options = of_strength(growth, operator, state=True), NORM if operator is DELTA else {}
+    assert (arrays["log_decay"][:, :64].sum(1).min() > -80) == is_mild
     value, found = gradients(operator.call, operator, arrays, options)
     exact = {name: x.astype(jnp.float64) for name, x in arrays.items()}
     expected = gradients(operator.reference, operator, exact, options)
     assert_close(value, expected[0], 1e-5)
     assert_trees_close(found, expected[1], 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("operator", "growth", "is_mild"),
+    [
+        pytest.param(LINEAR, 0.1, True),
+        pytest.param(LINEAR, 50.0, False),
+        pytest.param(DELTA, 0.1, True, marks=thorough),
+        pytest.param(DELTA, 50.0, False, marks=thorough),
+    ],
+)
+def test_derivatives_of_derivatives(operator, growth, is_mild, one_device):
+    """Reverse over reverse, a tangent, and its gradient; strong ones also with a decay of 0."""
+    arrays, options = of_strength(growth, operator), NORM if operator is DELTA else {}
+    along = {name: jnp.cos(x) for name, x in arrays.items()}
+    if not is_mild:
+        arrays["log_decay"] = arrays["log_decay"].at[:, 30, 0].set(-jnp.inf)
+
+    def derivatives(function, forward_mode, arrays, along):
+        loss = lambda told, x: jnp.sin(function(**x, **options, **told)[0]).sum()
+        square = lambda x: sum((g**2).sum() for g in jax.tree.leaves(jax.grad(partial(loss, {}))(x)))
+        tangent = lambda x: jax.jvp(partial(loss, forward_mode), (x,), (along,))[1]
+        return jax.grad(square)(arrays), {"tangent": tangent(arrays)}, jax.grad(tangent)(arrays)
+
+    found = quick_jit(partial(derivatives, operator.call, {"forward_mode": True}))(arrays, along)
+    wide = jax.tree.map(lambda x: x.astype(jnp.float64), (arrays, along))
+    expected = quick_jit(partial(derivatives, operator.reference, {}))(*wide)
+    for one, other in zip(found, expected, strict=True):
+        assert_trees_close(one, other, 1e-4)
 
 
 def test_one_that_is_strong_decides_for_its_batch(one_device):
