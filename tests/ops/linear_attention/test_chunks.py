@@ -17,6 +17,7 @@ from helpers import (
     thorough,
 )
 from jax import export
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_attn_bwd as jab
 from jax_attn_bwd.ops.linear_attention import decays
@@ -197,6 +198,33 @@ def test_one_that_is_strong_decides_for_its_batch(one_device):
     assert branches(jax.vmap(step), stacked) == branches(step, both[0]) > 0
     expected = jax.tree.map(lambda *x: jnp.stack(x), *map(quick_jit(step), both))
     assert_trees_close(quick_jit(jax.vmap(step))(stacked), expected, 1e-5)
+
+
+@pytest.mark.parametrize("operator", [LINEAR, pytest.param(DELTA, marks=thorough)], ids=["linear", "delta"])
+def test_each_group_decides(operator, one_device, monkeypatch):
+    """Mild in the first of three groups, strong in the second."""
+    monkeypatch.setattr(planning, "_side_by_side", lambda chunk, *_: 64 // chunk)
+    arrays, options = of_strength(0.1, operator, B=(1,)), NORM if operator is DELTA else {}
+    arrays = {name: jnp.concatenate([x, x[:, ::-1]], 1) for name, x in arrays.items()}
+    arrays["log_decay"] = arrays["log_decay"].at[:, 64:128].multiply(500)
+    value, found = gradients(operator.call, operator, arrays, options)
+    exact = {name: x.astype(jnp.float64) for name, x in arrays.items()}
+    expected = gradients(operator.reference, operator, exact, options)
+    assert_close(value, expected[0], 1e-5)
+    assert_trees_close(found, expected[1], 1e-5)
+
+
+@pytest.mark.parametrize("growth", [0.1, 50.0])
+def test_channels_on_a_mesh_of_one_device(growth, one_device):
+    arrays = of_strength(growth)
+    step = jax.grad(lambda x: jnp.sin(LINEAR.call(**x)[0]).sum())
+    expected, spec = quick_jit(step)(arrays), PartitionSpec("x", None, "y")
+    mesh = jax.make_mesh((1, 1), ("x", "y"), devices=jax.devices()[:1], axis_types=2 * (AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(arrays, NamedSharding(mesh, spec))
+        mapped = jax.shard_map(step, in_specs=spec, out_specs=spec)
+        assert_trees_close(quick_jit(step)(placed), expected, 1e-5)
+        assert_trees_close(quick_jit(mapped)(placed), expected, 1e-5)
 
 
 def test_what_is_saved_is_no_more_than_the_inputs():
