@@ -38,7 +38,7 @@ def axes(operator, name, x) -> P:
 @pytest.mark.parametrize(("operator", "implementation", "case"), CASES)
 def test_one_entry(operator, implementation, case, monkeypatch):
     """Values and gradients are as on one device; tile by tile."""
-    monkeypatch.setattr(planning, "MATERIALIZED_LOGITS", 0)
+    monkeypatch.setattr(planning, "MATERIALIZED_PLANE", 0)
     options = {**case.options, "implementation": implementation}
     arrays = {
         name: jnp.asarray(x[:1] if letters(operator, name, x).startswith("B") else x)
@@ -64,7 +64,7 @@ def test_one_entry(operator, implementation, case, monkeypatch):
 
 def test_one_entry_of_many_tokens(monkeypatch):
     """The tokens take several tiles, and the last one is filled up."""
-    monkeypatch.setattr(planning, "MATERIALIZED_LOGITS", 0)
+    monkeypatch.setattr(planning, "MATERIALIZED_PLANE", 0)
     q, k, v = (jnp.asarray(x) for x in np.random.default_rng(0).standard_normal((3, 1, 520, 2, 4)))
     gradients = jax.grad(
         lambda q, k, v: (dot_product_attention(q, k, v, is_causal=True) ** 2).sum(), (0, 1, 2)

@@ -162,7 +162,7 @@ def test_tangents_of_keys_and_values_travel_once(kind, expected):
 @pytest.mark.parametrize("axis_type", [AxisType.Explicit, pytest.param(AxisType.Auto, marks=thorough)])
 def test_queries_cut_over_devices(axis_type, rng, monkeypatch):
     """Dense attention whose queries lie along a mesh axis, in tiles."""
-    monkeypatch.setattr(planning, "MATERIALIZED_LOGITS", 0)  # else an Auto mesh has no pieces
+    monkeypatch.setattr(planning, "MATERIALIZED_PLANE", 0)  # else an Auto mesh has no pieces
     devices = jax.make_mesh((4,), (AXIS,), axis_types=(axis_type,))
     bias = draw(rng, 4, 264, 1)
     primals = [draw(rng, 1, 264, 4, 3), draw(rng, 1, 272, 2, 3), draw(rng, 1, 272, 2, 5), bias, draw(rng, 4)]
@@ -188,7 +188,7 @@ def test_queries_cut_over_devices(axis_type, rng, monkeypatch):
 @pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto])
 def test_queries_of_the_layer_cut_over_devices(axis_type, rng, monkeypatch):
     """Projected heads in tiles, with appended rows, as on one device."""
-    monkeypatch.setattr(planning, "MATERIALIZED_LOGITS", 0)
+    monkeypatch.setattr(planning, "MATERIALIZED_PLANE", 0)
     devices = jax.make_mesh((4,), (AXIS,), axis_types=(axis_type,))
     shapes = (6, 4, 3), (4, 3), (6, 2, 3), (2, 3), (6, 2, 3), (2, 3), (4, 3, 6), (6,), (2, 3), (2, 3), (4,)
     params = MultiHeadAttentionParams(*(draw(rng, *shape) for shape in shapes))

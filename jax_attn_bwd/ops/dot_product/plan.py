@@ -22,6 +22,8 @@ from jax_attn_bwd.ops.dot_product.spec import Operands, Options, Sizes
 
 TILE_LOGITS = 1 << 20  # 4 MiB: 1.1 to 1.5 times as fast on two cores as the whole batch at once
 MATERIALIZED_LOGITS = 1 << 21  # 8 MiB of one batch slice: up to there as fast as tiles, and compiled faster
+FEW_KEYS = 4  # for each channel of a head: a row of logits then is not much longer than its query
+MOST_OF_FEW_KEYS = 1 << 23  # logits of one batch slice, where a row has so few
 MATERIALIZED_PLANE = 1 << 20  # logits of one head: from there on tiles are faster, causal or not
 LEAST_STRIP, MOST_STRIPS, MOST_PIECES = 256, 16, 32  # pieces: of strips, with the slices of their heads
 STRIP_LOGITS = 1 << 21  # of a batch entry and head: an eighth of a plane of 4,096 x 4,096
@@ -103,15 +105,18 @@ def default_schedule(operands: Operands, sizes: Sizes, parts: int = 1) -> Materi
     elif on_cpu and _visits_less(operands, sizes, block_q, block_q, than=block_k):
         block_k = block_q
 
-    # One tile of it all where the plane is small.
-    all_sizes = (parts, *batch, sizes.N, T, S)
-    known = all(isinstance(n, int) for n in all_sizes)
-    if known and T * S < MATERIALIZED_PLANE and 0 < math.prod(all_sizes) <= MATERIALIZED_LOGITS * slices:
+    # One tile of it all where the plane is small, or on a CPU its keys are few: there tiles save nothing.
+    all_sizes, channels = (parts, *batch, sizes.N, T, S), (operands.key.shape[-1], operands.value.shape[-1])
+    known = all(isinstance(n, int) for n in (*all_sizes, *channels))
+    most, planes = MATERIALIZED_LOGITS, slices
+    if known and on_cpu and FEW_KEYS * max(channels) >= S:
+        most = MOST_OF_FEW_KEYS
+        planes = 1 if _may_be_sharded(operands.query) else _batch_slices(batch, sizes.N * T * S)
+    if known and T * S < MATERIALIZED_PLANE and 0 < math.prod(all_sizes) <= most * planes:
         keys = None if _may_be_sharded(operands.query) else _keys_in_reach(operands)
         # Slices are there for the logits: not where keys or values have as many numbers.
-        widest = max(operands.key.shape[-1], operands.value.shape[-1])
-        slices = slices if widest < sizes.G * T else 1
-        return Materialized(_worth_slices(slices, math.prod(all_sizes)), keys)
+        planes = planes if max(channels) < sizes.G * T else 1
+        return Materialized(_worth_slices(planes, math.prod(all_sizes)), keys)
 
     blocks = _even_block(T, block_q), _even_block(S, block_k)
     if on_cpu:

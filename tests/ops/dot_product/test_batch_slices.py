@@ -108,6 +108,21 @@ def default_parts(batch, heads, T, S, head_size=1):
     return plan("xla", Options(scale=1.0), x).batch_slices
 
 
+def test_few_keys_are_one_plane_of_a_few_entries(monkeypatch):
+    """As many as four for each channel of a head, and not too many logits of an entry."""
+    monkeypatch.setattr(jax, "device_count", lambda platform: 1)
+
+    def schedule(batch, heads, T, S, H):
+        x = (jax.ShapeDtypeStruct((batch, n, heads, H), jnp.float32) for n in (T, S, S))
+        return plan("xla", Options(scale=1.0), Operands(*x)).schedule
+
+    few = schedule(64, 8, 2048, 27, 80)
+    assert isinstance(few, planning.Materialized) and few.batch_slices == 32
+    assert isinstance(schedule(64, 8, 2048, 320, 80), planning.Materialized)
+    assert isinstance(schedule(64, 8, 2048, 328, 80), planning.Tiles)
+    assert isinstance(schedule(1, 64, 2048, 128, 80), planning.Tiles)
+
+
 def test_explicit_mesh_of_one_device(rng, monkeypatch):
     """Where the batch is sharded, if over one device, it stays whole; inside shard_map it is cut."""
     monkeypatch.setattr(jax, "device_count", lambda platform: 1)

@@ -55,7 +55,7 @@ def test_a_dominant_sink_still_has_a_gradient(size):
 @pytest.fixture(params=[False, True], ids=["whole", "tiles"])
 def _form(request, monkeypatch):
     if request.param:
-        monkeypatch.setattr(planning, "MATERIALIZED_LOGITS", 0)
+        monkeypatch.setattr(planning, "MATERIALIZED_PLANE", 0)
 
 
 @pytest.mark.usefixtures("_form")

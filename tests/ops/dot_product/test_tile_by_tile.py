@@ -21,7 +21,7 @@ def dense(*tags, thorough=()):
 
 @pytest.fixture(autouse=True)
 def _cut(monkeypatch):
-    monkeypatch.setattr(planning, "MATERIALIZED_LOGITS", 0)
+    monkeypatch.setattr(planning, "MATERIALIZED_PLANE", 0)
 
 
 @pytest.mark.parametrize(CASE, dense("check", thorough=("second", "edge", "hidden")))
@@ -58,7 +58,7 @@ def test_dropout_of_many_tiles(monkeypatch, rng):
     q, dout, k, v = (jnp.asarray(rng.standard_normal((1, n, 1, 4))) for n in (300, 300, 600, 600))
 
     def gradients(logits):
-        monkeypatch.setattr(planning, "MATERIALIZED_LOGITS", logits)
+        monkeypatch.setattr(planning, "MATERIALIZED_PLANE", logits)
         attend = partial(dot_product_attention, dropout_rate=0.5, dropout_key=jax.random.key(3))
         run = lambda *qkv: (attend(*qkv) * dout).sum()
         return dict(

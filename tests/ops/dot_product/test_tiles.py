@@ -148,7 +148,7 @@ def test_tiles_of_lengths():
 
 
 def test_default_tiles_cover_any_length(monkeypatch):
-    monkeypatch.setattr(planning, "MATERIALIZED_LOGITS", 0)
+    monkeypatch.setattr(planning, "MATERIALIZED_PLANE", 0)
     for T in (0, 1, 2, 7, 8, 255, 256, 257, 1000, 4096, 4099):
         operands = Operands(*(jnp.zeros((1, T, 1, 1)),) * 3)
         schedule = plan("xla", Options(scale=1.0), operands).schedule

@@ -31,7 +31,7 @@ def test_what_is_saved(save):
 
 
 def test_nothing_of_size_t_times_s(monkeypatch):
-    monkeypatch.setattr(planning, "MATERIALIZED_LOGITS", 0)  # no plane counts as small
+    monkeypatch.setattr(planning, "MATERIALIZED_PLANE", 0)  # no plane counts as small
     long = dict(
         zip(("query", "key", "value"), (draw(1, 640, 4), draw(1, 704, 4), draw(1, 704, 4)), strict=True)
     )
