@@ -117,7 +117,8 @@ def test_few_keys_are_one_plane_of_a_few_entries(monkeypatch):
         return plan("xla", Options(scale=1.0), Operands(*x)).schedule
 
     few = schedule(64, 8, 2048, 27, 80)
-    assert isinstance(few, planning.Materialized) and few.batch_slices == 32
+    assert isinstance(few, planning.Materialized)
+    assert few.batch_slices == 32
     assert isinstance(schedule(64, 8, 2048, 320, 80), planning.Materialized)
     assert isinstance(schedule(64, 8, 2048, 328, 80), planning.Tiles)
     assert isinstance(schedule(1, 64, 2048, 128, 80), planning.Tiles)
