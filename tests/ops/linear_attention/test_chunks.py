@@ -120,7 +120,7 @@ def test_decays_of_all_sizes_in_float32(decay, at_once, rng, monkeypatch):
 
 
 def of_strength(growth, operator=LINEAR, **options):
-    """Inputs in float32, whose logarithms of decays have a mean of -growth."""
+    """Inputs in float32; the larger `growth`, the stronger the decays."""
     delta = operator is DELTA
     arrays = case("", T=70, N=2, decay="channel", delta=delta, growth=growth, **options).arrays()
     return {name: x.astype(jnp.float32) for name, x in arrays.items()}
