@@ -17,18 +17,19 @@ from jax_attn_bwd._core.sharding import explicit_mesh, explicit_spec
 
 
 def product(
-    subscripts: str, x: jax.Array, y: jax.Array, *, precision: Any, preferred_element_type: Any
+    subscripts: str, x: jax.Array, y: jax.Array, *, precision: Any = None, preferred_element_type: Any = None
 ) -> jax.Array:
     """Computes the `jnp.einsum` of two arrays that is one matrix product, and traces that alone.
 
     `...` stands for the same axes in front of the first term and of others; each letter is in two terms or in
-    all.
+    all. Axes are summed in the order in which the second factor has them, so that XLA merges those that lie
+    side by side: `jnp.einsum` sums them in the order of their letters, and factors are turned for it.
     """
     own = len(subscripts.partition(",")[0].removeprefix("..."))
     lead = (string.digits + string.ascii_uppercase)[: x.ndim - own]
     *terms, out = subscripts.replace("...", lead).replace("->", ",").split(",")
     kept = [n for n in out if n in terms[0] and n in terms[1]]
-    summed = sorted(set(terms[0]) & set(terms[1]) - set(out))
+    summed = [n for n in terms[1] if n in terms[0] and n not in out]
 
     # the order of the factors that leaves least to be turned, as `jnp.einsum` chooses it
     rest = ["".join(n for n in term if n not in kept + summed) for term in terms]
@@ -45,22 +46,21 @@ def einsum(subscripts: str, x: jax.Array, y: jax.Array, **options: Any) -> jax.A
 
     Contracted axes may be sharded: the devices' shares are summed. `...` stands in front of a term.
     """
-    if (mesh := explicit_mesh((x, y))) is not None:
-        *inputs, output = subscripts.replace("->", ",").split(",")
-        sharded: dict[str, Any] = {}
-        for term, a in zip(inputs, (x, y), strict=True):
-            for axis, mesh_axis in zip(_axes(term, a.ndim), explicit_spec(a), strict=True):
-                sharded[axis] = sharded.get(axis) or mesh_axis
-        batch = sum(axis.startswith("batch") for axis in sharded) if "..." in output else 0
-        rank = batch + len(output.removeprefix("..."))
-        spec = PartitionSpec(*(sharded[axis] for axis in _axes(output, rank)))
-        options["out_sharding"] = NamedSharding(mesh, spec)
+    if (mesh := explicit_mesh((x, y))) is None:
+        return product(subscripts, x, y, **options)
+
+    *inputs, output = subscripts.replace("->", ",").split(",")
+    sharded: dict[str, Any] = {}
+    for term, a in zip(inputs, (x, y), strict=True):
+        for axis, mesh_axis in zip(_axes(term, a.ndim), explicit_spec(a), strict=True):
+            sharded[axis] = sharded.get(axis) or mesh_axis
+    batch = sum(axis.startswith("batch") for axis in sharded) if "..." in output else 0
+    rank = batch + len(output.removeprefix("..."))
+    spec = PartitionSpec(*(sharded[axis] for axis in _axes(output, rank)))
     dtype = options.get("preferred_element_type")
     if _are_narrow(x, y, dtype):
-        if mesh is None:
-            return product(subscripts, x, y, **options)
         x, y = x.astype(dtype), y.astype(dtype)
-    return jnp.einsum(subscripts, x, y, **options)
+    return jnp.einsum(subscripts, x, y, out_sharding=NamedSharding(mesh, spec), **options)
 
 
 def _axes(term: str, rank: int) -> list[str]:

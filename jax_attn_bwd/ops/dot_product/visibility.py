@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_attn_bwd._core import masks, targets
+from jax_attn_bwd._core import fusion, masks, targets
 from jax_attn_bwd._core.numerics import to_rank
 from jax_attn_bwd._core.sharding import full_like_operands
 from jax_attn_bwd.ops.dot_product import layout, mod_functions
@@ -410,8 +410,13 @@ def _by_index(mask: Mask, T: Any, S: Any, batch_rank: int) -> tuple[Any, Any]:
 
 
 def _unless_all(x: Any) -> jax.Array | None:
-    """Returns None in place of `x` if shapes alone tell that all is used."""
-    return None if isinstance(x, np.ndarray) and x.all() else jnp.asarray(x)
+    """Returns None in place of `x` if shapes alone tell that all is used.
+
+    What lengths tell is compared once: XLA:CPU would compare anew for each number of a row that is selected.
+    """
+    if isinstance(x, np.ndarray):
+        return None if x.all() else jnp.asarray(x)
+    return fusion.kept_whole(x, may_be_gathered=True)
 
 
 def _block_after_block(mask: Mask, bias: Any, sizes: Sizes, block: int) -> tuple[jax.Array, jax.Array]:

@@ -100,6 +100,7 @@ def _moved_jvp(options, primals, tangents):
         factors = output_factors(options.out_dropout_rate, words, offset, wide)
         own = own if factors is None else (wide * factors).astype(own.dtype)
         if live is not None:  # where a = 0 because nothing is seen, the cotangent may be anything
+            own = fusion.kept_whole(own, may_be_gathered=True)  # so that a cotangent is selected, then turned
             own = jnp.where(to_rank(live, own.ndim - 1)[..., None], own, 0)
         return own
 

@@ -1,5 +1,7 @@
 """The plain backward: its residual, shared inputs, and what is asked for."""
 
+import ast
+import re
 from functools import partial
 
 import jax
@@ -56,6 +58,17 @@ def test_gradients_of_the_output_projection_alone_take_no_other_product(wrt, mos
     backward = partial(multi_head_attention_bwd, residual=residual, wrt=wrt)
     program = str(jax.make_jaxpr(lambda dout: backward(dout, params, *x))(draw(B, T, EO)))
     assert program.count("dot_general") == most
+
+
+def test_products_sum_axes_in_the_order_in_which_they_lie():
+    """So that heads and head size are one axis to XLA, which turns both factors for any other order."""
+    params, x = layer(), inputs()
+    step = lambda *args: jax.vjp(multi_head_attention, *args)[1](draw(B, T, EO))
+    program = str(jax.make_jaxpr(step)(params, *x))
+    summed = re.findall(r"dimension_numbers=\(\((\[.*?\]), (\[.*?\])\)", program)
+    axes = [ast.literal_eval(factor) for product in summed for factor in product]
+    assert max(map(len, axes)) > 1
+    assert axes == [sorted(one) for one in axes]
 
 
 def test_a_residual_has_no_gradient():
