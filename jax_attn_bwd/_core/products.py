@@ -63,6 +63,24 @@ def einsum(subscripts: str, x: jax.Array, y: jax.Array, **options: Any) -> jax.A
     return jnp.einsum(subscripts, x, y, out_sharding=NamedSharding(mesh, spec), **options)
 
 
+def sum_of_products(x: jax.Array, y: jax.Array, axis: int = -1, keepdims: bool = False) -> jax.Array:
+    """Returns the sums of `x * y`, two arrays of one rank, over an axis.
+
+    XLA:CPU of JAX 0.10 takes up to 50 times as long where another axis has length 1: those are dropped.
+    """
+    axis %= x.ndim
+    lengths = enumerate(zip(x.shape, y.shape, strict=True))
+    ones = tuple(i for i, both in lengths if both == (1, 1) and i != axis)
+    is_quick = (
+        jax.__version_info__ >= (0, 11) or not targets.is_one_cpu() or explicit_mesh((x, y)) is not None
+    )
+    if is_quick or not ones:
+        return (x * y).sum(axis, keepdims=keepdims)
+    found = (lax.squeeze(x, ones) * lax.squeeze(y, ones)).sum(axis - sum(i < axis for i in ones))
+    found = lax.expand_dims(found, sorted((*ones, axis)))
+    return found if keepdims else lax.squeeze(found, (axis,))
+
+
 def _axes(term: str, rank: int) -> list[str]:
     """Names each of the `rank` axes of an einsum's term; `...` is counted from its end."""
     letters = term.removeprefix("...")
