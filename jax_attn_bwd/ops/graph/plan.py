@@ -53,8 +53,11 @@ class Loops:
             groups = [placement.groups_of_piece(graph, one, pieces) for one in groups]
 
         # without a loop on a CPU up to twice as many elements where messages alone have them: a step needs
-        # no more memory then
-        whole = loops.whole_elements() * (2 if kind.scores_of_numbers and adds_in_order() else 1)
+        # no more memory then; and of narrow rows with JAX 0.10, whose loop takes up to twice the time there
+        is_slow = jax.__version_info__ < (0, 11) and isinstance(elements, int) and elements <= 16
+        whole = loops.whole_elements()
+        if adds_in_order() and (kind.scores_of_numbers or is_slow):
+            whole *= 2
         messages, sources = (loops.grid(one, elements, whole) for one in groups)
         scores = loops.grid(groups[0], kind.score_elements(operands), whole)
 

@@ -49,6 +49,7 @@ def largest(jaxpr):
 
 @every_kind
 def test_messages_alone_take_a_loop_at_twice_the_size(kind, monkeypatch):
+    """As do narrow rows with JAX 0.10, which these are."""
     for limit in ("whole_elements", "chunk_elements"):
         monkeypatch.setattr(loops, limit, lambda: 100)
 
@@ -56,7 +57,8 @@ def test_messages_alone_take_a_loop_at_twice_the_size(kind, monkeypatch):
         graph, arrays = BipartiteCSC.from_coo(*random_edges(nnz=nnz), 7, 5), inputs(kind, 7, 5)
         return "scan[" in str(jax.make_jaxpr(lambda a: FUNCTIONS[kind][0](graph, **a, num_heads=H))(arrays))
 
-    assert [has_loop(elements // (H * D)) for elements in (96, 198, 204)] == [False, kind != "gat", True]
+    is_sooner = kind != "gat" and jax.__version_info__ >= (0, 11)
+    assert [has_loop(elements // (H * D)) for elements in (96, 198, 204)] == [False, is_sooner, True]
 
 
 @every_kind
