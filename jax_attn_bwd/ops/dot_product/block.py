@@ -156,14 +156,17 @@ class Block:
 
         # Back to queries and keys; of transposed elements k^T dx^T, and dq is turned back.
         dx = dlogits.astype(self.dlogits_dtype)
-        q, k = (x.astype(dx.dtype) for x in (self.q, self.k))
         if "query" in wanted:
             over_keys = f"...{self.elements},...sh->..." + ("hgt" if is_turned else f"{self.rows}h")
-            dq = self.options.scale * multiply(over_keys, dx, k)  # (11)
+            dq = self.options.scale * multiply(over_keys, dx, self.k.astype(dx.dtype))  # (11)
             grads["query"] = moved(dq, -3, -1) if is_turned else dq
         if "key" in wanted:
-            grads["key"] = self.options.scale * multiply(over_queries, dx, q)  # (11)
+            grads["key"] = self.by_queries(lambda q: multiply(over_queries, dx, q.astype(dx.dtype)))  # (11)
         return grads
+
+    def by_queries(self, product: Callable[[jax.Array], jax.Array]) -> jax.Array:
+        """Computes scale * `product` of the queries."""
+        return self.options.scale * product(self.q)
 
 
 def scaled_product(block: Block, q: jax.Array, k: jax.Array) -> jax.Array:

@@ -5,7 +5,7 @@ over tiles, fuses with what stands around it, and where forward and backward are
 logits once for both. Equation numbers are those of `backward.py`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -46,10 +46,14 @@ class Plane(Block):
 
     def scaled_product(self) -> jax.Array:
         """Computes scale * q k^T; see `block.scaled_product` for where the scale goes."""
-        in_q = self.q.dtype == self.dtype
-        q = self.scaled_q if in_q else self.q
-        logits = self.einsum("...gth,...sh->...gts", q, self.k, **self.product)
-        return logits if in_q else self.options.scale * logits
+        return self.by_queries(lambda q: self.einsum("...gth,...sh->...gts", q, self.k, **self.product))
+
+    def by_queries(self, product: Callable[[jax.Array], jax.Array]) -> jax.Array:
+        """Computes scale * `product` of the queries: where factors are wide, of the scaled ones.
+
+        Forward and backward then read the same, which XLA lays out once.
+        """
+        return product(self.scaled_q) if self.q.dtype == self.dtype else super().by_queries(product)
 
 
 def plane(options: Options, operands: Operands) -> Plane:
