@@ -42,7 +42,7 @@ def product(
 
 
 def einsum(subscripts: str, x: jax.Array, y: jax.Array, **options: Any) -> jax.Array:
-    """Computes `jnp.einsum`; on an Explicit mesh each axis of the result is sharded as in an operand.
+    """Computes `product`; on an Explicit mesh each axis of the result is sharded as in an operand.
 
     Contracted axes may be sharded: the devices' shares are summed. `...` stands in front of a term.
     """
@@ -71,10 +71,8 @@ def sum_of_products(x: jax.Array, y: jax.Array, axis: int = -1, keepdims: bool =
     axis %= x.ndim
     lengths = enumerate(zip(x.shape, y.shape, strict=True))
     ones = tuple(i for i, both in lengths if both == (1, 1) and i != axis)
-    is_quick = (
-        jax.__version_info__ >= (0, 11) or not targets.is_one_cpu() or explicit_mesh((x, y)) is not None
-    )
-    if is_quick or not ones:
+    is_slow = jax.__version_info__ < (0, 11) and targets.is_one_cpu() and explicit_mesh((x, y)) is None
+    if not (is_slow and ones):
         return (x * y).sum(axis, keepdims=keepdims)
     found = (lax.squeeze(x, ones) * lax.squeeze(y, ones)).sum(axis - sum(i < axis for i in ones))
     found = lax.expand_dims(found, sorted((*ones, axis)))

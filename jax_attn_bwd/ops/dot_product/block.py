@@ -164,9 +164,9 @@ class Block:
             grads["key"] = self.by_queries(lambda q: multiply(over_queries, dx, q.astype(dx.dtype)))  # (11)
         return grads
 
-    def by_queries(self, product: Callable[[jax.Array], jax.Array]) -> jax.Array:
-        """Computes scale * `product` of the queries."""
-        return self.options.scale * product(self.q)
+    def by_queries(self, multiply: Callable[[jax.Array], jax.Array]) -> jax.Array:
+        """Computes the scale times what `multiply` makes of the queries, in which it is linear."""
+        return self.options.scale * multiply(self.q)
 
 
 def scaled_product(block: Block, q: jax.Array, k: jax.Array) -> jax.Array:

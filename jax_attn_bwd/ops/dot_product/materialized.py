@@ -37,8 +37,8 @@ class Plane(Block):
     def scaled_q(self) -> jax.Array:
         """`scale * q`, scaled before its axes move.
 
-        In this order XLA rewrites the logits of the forward and those of the backward alike, though `q` has
-        other readers in the backward, and computes them once where both are one program.
+        In this order XLA rewrites the logits of the forward and those of the backward alike, and computes
+        them once where both are one program.
         """
         query = self.operands.query.astype(self.q.dtype) * self.options.scale
         q = layout.split_heads(query, self.q.shape[-3])
@@ -48,12 +48,12 @@ class Plane(Block):
         """Computes scale * q k^T; see `block.scaled_product` for where the scale goes."""
         return self.by_queries(lambda q: self.einsum("...gth,...sh->...gts", q, self.k, **self.product))
 
-    def by_queries(self, product: Callable[[jax.Array], jax.Array]) -> jax.Array:
-        """Computes scale * `product` of the queries: where factors are wide, of the scaled ones.
+    def by_queries(self, multiply: Callable[[jax.Array], jax.Array]) -> jax.Array:
+        """Computes what `Block.by_queries` does: where factors are wide, from scaled queries.
 
         Forward and backward then read the same, which XLA lays out once.
         """
-        return product(self.scaled_q) if self.q.dtype == self.dtype else super().by_queries(product)
+        return multiply(self.scaled_q) if self.q.dtype == self.dtype else super().by_queries(multiply)
 
 
 def plane(options: Options, operands: Operands) -> Plane:

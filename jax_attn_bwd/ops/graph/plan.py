@@ -52,8 +52,9 @@ class Loops:
         if pieces is not None:
             groups = [placement.groups_of_piece(graph, one, pieces) for one in groups]
 
-        # without a loop on a CPU up to twice as many elements where messages alone have them: a step needs
-        # no more memory then; and of narrow rows with JAX 0.10, whose loop takes up to twice the time there
+        # On a CPU up to twice as many elements take no loop in two cases: where messages alone have them (a
+        # step needs no more memory), and with JAX 0.10 where rows are narrow (a loop takes up to twice the
+        # time; a step needs twice the memory).
         is_slow = jax.__version_info__ < (0, 11) and isinstance(elements, int) and elements <= 16
         whole = loops.whole_elements()
         if adds_in_order() and (kind.scores_of_numbers or is_slow):
