@@ -52,12 +52,14 @@ class Loops:
         if pieces is not None:
             groups = [placement.groups_of_piece(graph, one, pieces) for one in groups]
 
-        # On a CPU up to twice as many elements take no loop in two cases: where messages alone have them (a
-        # step needs no more memory), and with JAX 0.10 where rows are narrow (a loop takes up to twice the
-        # time; a step needs twice the memory).
-        is_slow = jax.__version_info__ < (0, 11) and isinstance(elements, int) and elements <= 16
+        # On a CPU up to twice as many elements take no loop in two cases: where messages alone have them, at
+        # least four a score (a step needs little more memory), and with JAX 0.10 where rows are narrow (a
+        # loop takes up to twice the time; a step needs twice the memory).
+        known = isinstance(elements, int)
+        alone = kind.scores_of_numbers and known and 4 * options.num_heads <= elements
+        is_slow = jax.__version_info__ < (0, 11) and known and elements <= 16
         whole = loops.whole_elements()
-        if adds_in_order() and (kind.scores_of_numbers or is_slow):
+        if adds_in_order() and (alone or is_slow):
             whole *= 2
         messages, sources = (loops.grid(one, elements, whole) for one in groups)
         scores = loops.grid(groups[0], kind.score_elements(operands), whole)
