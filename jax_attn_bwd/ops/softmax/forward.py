@@ -77,17 +77,20 @@ def _forward(options, x, scale, mask, bias, sink) -> Result:
 
 def _from_halves(options, x, scale, visible, sink) -> Result:
     """Computes `_forward` for any scale: differences to the maximum, halved, do not overflow."""
-    # the differences, halved
-    dtype = x.dtype
-    scale = jnp.asarray(options.scale, dtype) if scale is None else scale.astype(dtype)
-    sign: Any = jnp.where(scale < 0, -1, 1).astype(dtype)
-    half, hiding = sign * (x / 2), None
+    # the differences, halved; of negative x where the scale is negative
+    if scale is None:
+        scale = options.scale
+        sign: Any = -1 if scale < 0 else 1
+    else:
+        scale = scale.astype(x.dtype)
+        sign = jnp.where(scale < 0, -1, 1).astype(x.dtype)
+    scale, half, hiding = sign * scale, sign / 2 * x, None
     if options.scale is None and visible is not None and sink is None and targets.is_one_cpu():
-        scale, half, hiding = _hidden_by_a_sum(sign * scale, half, visible)
-        sign, visible = 1, None
+        scale, half, hiding = _hidden_by_a_sum(scale, half, visible)
+        visible = None
     top, live = _top(options, half if visible is None else jnp.where(visible, half, -jnp.inf), sink)
     top = top if live is None else jnp.where(live, top, 0)
-    half = sign * (half - top)
+    half = half - top
 
     # scaled, then doubled
     if options.scale is None or abs(options.scale) > 1:
@@ -97,7 +100,7 @@ def _from_halves(options, x, scale, visible, sink) -> Result:
         z = 2 * scale * half
     z = z if visible is None else jnp.where(visible, z, -jnp.inf)
     z = z if hiding is None else z + hiding
-    return _normalised(options, z, scale * sign * (top + top), live, sink)
+    return _normalised(options, z, scale * (top + top), live, sink)
 
 
 def _hidden_by_a_sum(scale, half, visible) -> tuple[jax.Array, jax.Array, jax.Array]:

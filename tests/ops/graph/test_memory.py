@@ -47,7 +47,7 @@ def largest(jaxpr):
     return size
 
 
-@pytest.mark.parametrize("features", (3, 4))
+@pytest.mark.parametrize("features", [3, 4])
 @every_kind
 def test_messages_alone_take_a_loop_at_twice_the_size(kind, features, monkeypatch):
     """Where a head has at least four features; narrow rows do, too, with JAX 0.10, which these are."""
