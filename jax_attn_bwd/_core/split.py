@@ -165,7 +165,7 @@ def over(
 
 
 def scan_of_slices(count: int, function: Callable[..., Any], arrays: Any, axes: Any) -> tuple[Any, Any]:
-    """Returns what `lax.scan` takes to compute `function(*arrays)` piece by piece: a step, and the pieces.
+    """Returns what `lax.scan` takes to compute `function(*arrays)` piece by piece: a step, and their indices.
 
     What is scanned with, zeros by name, are the sums of what the function gives by these names. Its other
     results come out one piece after the other: `joined` puts them together.
@@ -176,16 +176,21 @@ def scan_of_slices(count: int, function: Callable[..., Any], arrays: Any, axes: 
       arrays: what the function reads, a tree for each argument.
       axes: which axis of each array is cut; None: it is shared.
     """
-    in_front = lambda axis, x: None if axis is None else moved(_cut(x, axis, count), axis, 0)
+    in_front = lambda axis, x: x if axis is None else moved(_cut(x, axis, count), axis, 0)
+    pieces = _map(in_front, axes, arrays)
 
-    def step(sums, own):
-        found = function(*_map(_own_or_shared, axes, arrays, own))
+    # indexed, since of arrays that `lax.scan` cuts itself `jax.vmap` would turn each to the pieces' order
+    def own_or_shared(index, axis, x):
+        return x if axis is None else lax.dynamic_index_in_dim(x, index, keepdims=False)
+
+    def step(sums, index):
+        found = function(*_map(partial(own_or_shared, index), axes, pieces))
         if sums:
             found = dict(found)
             sums = jax.tree.map(jnp.add, sums, {name: found.pop(name) for name in sums})
         return sums, found
 
-    return step, _map(in_front, axes, arrays)
+    return step, np.arange(count, dtype=np.uint32)
 
 
 def joined(found: Any) -> Any:
@@ -221,10 +226,6 @@ def _folded(x: jax.Array, axis: int, exchanged: Callable[[jax.Array], jax.Array]
     return jnp.concatenate([early, exchanged(late)], axis)
 
 
-def _own_or_shared(axis: int | None, shared: jax.Array, own: jax.Array | None) -> jax.Array | None:
-    return shared if axis is None else own
-
-
 def _cut(x: jax.Array, axis: int, count: int) -> jax.Array:
     """Cuts `[..., n, ...]` into `[..., count, n / count, ...]`."""
     return x.reshape(*x.shape[:axis], count, x.shape[axis] // count, *x.shape[axis + 1 :])
@@ -253,7 +254,8 @@ def over_entries(
         for _ in range(batch_rank):
             function = jax.vmap(function, in_axes=axes)
         return partial(function, *arrays)
-    of_entry = lambda own: function(*_map(_own_or_shared, axes, arrays, own))
+    own_or_shared = lambda axis, x, own: x if axis is None else own
+    of_entry = lambda own: function(*_map(own_or_shared, axes, arrays, own))
     for _ in range(batch_rank):
         of_entry = partial(lax.map, of_entry)
     return partial(of_entry, _map(lambda axis, x: None if axis is None else x, axes, arrays))

@@ -51,8 +51,8 @@ def forward(plan: Plan, operands: Operands) -> Result:
     if plan.pieces is not None:
         result = devices.forward(plan, run, whole)()
     elif plan.batch_slices > 1:
-        step, slices = _in_slices(plan, run, whole)
-        result = split.joined(lax.scan(step, {}, slices)[1])
+        step, indices = _in_slices(plan, run, whole)
+        result = split.joined(lax.scan(step, {}, indices)[1])
     else:
         result = run(whole)
     return tie(result, operands)
@@ -74,9 +74,9 @@ def backward(
     if plan.pieces is not None:
         grads = devices.gradients(plan, run, operands, wanted.names, rows)()
     elif plan.batch_slices > 1:
-        step, slices = _in_slices(plan, run, operands, *rows)
+        step, indices = _in_slices(plan, run, operands, *rows)
         sums, found = lax.scan(
-            step, _zeros_like(operands, wanted.names - operands.arrays_with_batch(), rows), slices
+            step, _zeros_like(operands, wanted.names - operands.arrays_with_batch(), rows), indices
         )
         grads = split.joined(found) | sums
     else:
@@ -90,7 +90,7 @@ def backward(
 
 
 def _in_slices(plan: Plan, run: Callable[..., Any], operands: Operands, *rows: Any) -> tuple[Any, Any]:
-    """Returns what `lax.scan` takes to compute `run(operands, *rows)` slice by slice: a step, and the slices.
+    """Returns what `lax.scan` takes to compute `run(operands, *rows)` slice by slice: a step, and indices.
 
     Args:
       plan: tells their number, which divides the first batch axis.
