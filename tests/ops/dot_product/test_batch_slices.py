@@ -95,6 +95,15 @@ def test_second_order_and_vmap_in_parts(rng, in_parts):
     assert_trees_close(jax.jit(lambda i: second(i))(inputs), expected, 1e-11)
 
 
+def test_vmap_turns_no_operand_to_the_order_of_the_parts(in_parts):
+    in_parts(2)
+    x = jnp.ones((3, *BATCH, T, N, H))
+    jaxpr = str(jax.make_jaxpr(jax.vmap(lambda x: dot_product_attention(x, x, x)))(x))
+    before, scan, _ = jaxpr.partition("scan[")
+    assert scan
+    assert "transpose" not in before
+
+
 @thorough
 def test_values_without_width_in_parts(in_parts):
     in_parts(2)
