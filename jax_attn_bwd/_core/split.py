@@ -165,7 +165,7 @@ def over(
 
 
 def scan_of_slices(count: int, function: Callable[..., Any], arrays: Any, axes: Any) -> tuple[Any, Any]:
-    """Returns what `lax.scan` takes to compute `function(*arrays)` piece by piece: a step, and their indices.
+    """Returns what `lax.scan` takes to compute `function(*arrays)` piece by piece: a step, and indices.
 
     What is scanned with, zeros by name, are the sums of what the function gives by these names. Its other
     results come out one piece after the other: `joined` puts them together.
@@ -179,7 +179,7 @@ def scan_of_slices(count: int, function: Callable[..., Any], arrays: Any, axes: 
     in_front = lambda axis, x: x if axis is None else moved(_cut(x, axis, count), axis, 0)
     pieces = _map(in_front, axes, arrays)
 
-    # indexed, since of arrays that `lax.scan` cuts itself `jax.vmap` would turn each to the pieces' order
+    # by index: `jax.vmap` would transpose every array that is scanned over, so that the pieces come first
     def own_or_shared(index, axis, x):
         return x if axis is None else lax.dynamic_index_in_dim(x, index, keepdims=False)
 

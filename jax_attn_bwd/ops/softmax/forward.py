@@ -77,7 +77,7 @@ def _forward(options, x, scale, mask, bias, sink) -> Result:
 
 def _from_halves(options, x, scale, visible, sink) -> Result:
     """Computes `_forward` for any scale: differences to the maximum, halved, do not overflow."""
-    # the differences, halved; of negative x where the scale is negative
+    # the differences, halved; of -x where the scale is negative
     if scale is None:
         scale = options.scale
         sign: Any = -1 if scale < 0 else 1
@@ -92,15 +92,15 @@ def _from_halves(options, x, scale, visible, sink) -> Result:
     top = top if live is None else jnp.where(live, top, 0)
     half = half - top
 
-    # scaled, then doubled
-    if options.scale is None or abs(options.scale) > 1:
-        z = scale * half
-        z = z + z  # as 2 * scale could overflow
-    else:
-        z = 2 * scale * half
+    # scaled and doubled
+    if options.scale is None:  # 2 * scale could overflow
+        z, top = scale * half, scale * top
+        z, top = z + z, top + top
+    else:  # scale could be too small for a normal number
+        z, top = 2 * scale * half, 2 * scale * top
     z = z if visible is None else jnp.where(visible, z, -jnp.inf)
     z = z if hiding is None else z + hiding
-    return _normalised(options, z, scale * (top + top), live, sink)
+    return _normalised(options, z, top, live, sink)
 
 
 def _hidden_by_a_sum(scale, half, visible) -> tuple[jax.Array, jax.Array, jax.Array]:

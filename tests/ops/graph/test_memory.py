@@ -50,7 +50,7 @@ def largest(jaxpr):
 @pytest.mark.parametrize("features", [3, 4])
 @every_kind
 def test_messages_alone_take_a_loop_at_twice_the_size(kind, features, monkeypatch):
-    """Where a head has at least four features; narrow rows do, too, with JAX 0.10, which these are."""
+    """GAT from four features a head; with JAX 0.10 every kind, as these rows are narrow."""
     for limit in ("whole_elements", "chunk_elements"):
         monkeypatch.setattr(loops, limit, lambda: 100)
     width = H * features

@@ -30,6 +30,19 @@ def both(function, graph, edge, dout):
     return jax.jit(run, compiler_options=QUICK)(edge, dout)
 
 
+def test_a_cpu_sums_up_to_32_mib_without_a_loop():
+    graph = BipartiteCSC.from_coo(np.arange(128), np.arange(128) % 5, 128, 5)
+
+    def has_loop(columns, dtype):
+        edge = jax.ShapeDtypeStruct((128, columns), dtype)
+        return "scan[" in str(
+            jax.make_jaxpr(lambda edge: jax.grad(lambda x: jab.edge_max(graph, x).sum())(edge))(edge)
+        )
+
+    assert [has_loop(n, jnp.float32) for n in (1 << 16, 3 << 15)] == [False, True]
+    assert [has_loop(n, jnp.float64) for n in (1 << 15, 1 << 16)] == [False, True]
+
+
 @pytest.fixture
 def several_edges_in_a_group(monkeypatch):
     """Groups like those on a GPU, where no scatter has an order, and in many chunks."""

@@ -39,6 +39,12 @@ def test_the_whole_range_of_float32(scale):
     assert_close(scaled_masked_softmax(x, scale=scale), exact, 1e-6)
 
 
+def test_a_sink_beside_a_scale_that_is_no_normal_number():
+    x, scale = jnp.asarray([3e38, 0.0], jnp.float32), 8e-39
+    exact = np.exp(scale * x.astype(np.float64))
+    assert_close(scaled_masked_softmax(x, scale=scale, sink=jnp.float32(0)), exact / (exact.sum() + 1), 1e-6)
+
+
 @pytest.mark.parametrize("scale", [-3e38, 3e38])
 @pytest.mark.parametrize("given", [float, jnp.float32], ids=["number", "array"])
 def test_a_scale_of_which_twice_overflows(given, scale):
