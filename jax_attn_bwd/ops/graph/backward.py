@@ -254,9 +254,7 @@ def _share(
 
     # ds, [(W,) R, H]; behind it the rows are read once more where slopes by edge and feature would be kept
     ds = _gradient_of_scores(kind, t, saved, delta, chunk, read, p, z)
-    if (
-        delta is None
-    ):  # in a loop, where XLA:CPU of JAX 0.10 sums c in four times the time if it broadcasts ds
+    if delta is None:  # in a loop XLA:CPU of JAX 0.10 sums c in four times the time if it also broadcasts ds
         ds = fusion.kept_whole(ds, may_be_gathered=True)
     if kind.reads_twice and not loops.adds_in_order():
         ds, w, chunk = fusion.barrier((ds, w, chunk))
