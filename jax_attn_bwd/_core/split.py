@@ -179,7 +179,7 @@ def scan_of_slices(count: int, function: Callable[..., Any], arrays: Any, axes: 
     in_front = lambda axis, x: x if axis is None else moved(_cut(x, axis, count), axis, 0)
     pieces = _map(in_front, axes, arrays)
 
-    # by index: `jax.vmap` would transpose every array that is scanned over, so that the pieces come first
+    # by index: `jax.vmap` would transpose every array that is scanned over
     def own_or_shared(index, axis, x):
         return x if axis is None else lax.dynamic_index_in_dim(x, index, keepdims=False)
 

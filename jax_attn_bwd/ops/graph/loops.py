@@ -355,8 +355,8 @@ def whole_elements() -> int:
 
     On a CPU a step then needs some 16 MiB: glibc's malloc maps a buffer above 32 MiB anew in each call, whose
     first touch of every page takes longer than the step. On a GPU nothing of that size is written but by
-    derivatives of derivatives: each such array then has at most 4 GiB in float32. Passes that need less
-    beside those rows allow more: `Loops.of` and `reductions.py`.
+    derivatives of derivatives: each such array then has at most 4 GiB in float32. `Loops.of` and sums of
+    edges (`reductions.py`) allow more.
     """
     return {"cpu": 1 << 20, "gpu": 1 << 30}.get(targets.platform(), 1 << 21)
 

@@ -18,7 +18,7 @@ def case(
 ) -> Case:  # fmt: skip
     """Returns a case; `decay` is "none", "constant", "head" or "channel", `lengths` one of each entry.
 
-    `growth` is the mean of minus the logarithm of the decays; `extra(rng, arrays)` replaces some arrays.
+    `growth` scales minus the logarithm of the decays; `extra(rng, arrays)` replaces some arrays.
     """
     decays = {"constant": (N,), "head": (*B, T, N), "channel": (*B, T, N, H)}
 
