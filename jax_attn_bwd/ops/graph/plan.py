@@ -53,8 +53,8 @@ class Loops:
             groups = [placement.groups_of_piece(graph, one, pieces) for one in groups]
 
         # On a CPU up to twice as many elements take no loop in two cases: where messages alone have them, at
-        # least four for each score (a step needs little more memory), and with JAX 0.10 where rows are narrow
-        # (a loop takes up to twice the time, a step without twice the memory).
+        # least four for each score, and with JAX 0.10 where rows are narrow: there a loop takes up to twice
+        # the time.
         known = isinstance(elements, int)
         alone = kind.scores_of_numbers and not (known and elements < 4 * options.num_heads)
         is_slow = jax.__version_info__ < (0, 11) and known and elements <= 16

@@ -40,8 +40,8 @@ def _sums(graph: Any, x: jax.Array, terms: Callable[[Chunk], jax.Array]) -> jax.
     of_runs = full_like_operands(x, (count, *rest), 0, dtype, (graph, x))
     share = lambda chunk: sum_of_group(terms(chunk).astype(dtype), chunk)
     add = lambda sums, new, chunk: loops.add(sums, chunk, new)
-    # on a CPU no loop up to 32 MiB, above which malloc maps memory anew
-    whole = (1 << 25) // dtype.itemsize if loops.adds_in_order() else loops.whole_elements()
+    # up to 32 MiB, above which malloc maps memory anew
+    whole = loops.whole_elements() * (32 // dtype.itemsize if loops.adds_in_order() else 1)
     grid = loops.grid(runs, math.prod(rest), whole)
     of_runs = loops.scan(share, add, of_runs, runs, graph.capacity, grid)
     return loops.add_runs(out, graph, of_runs)

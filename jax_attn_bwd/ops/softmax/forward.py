@@ -92,10 +92,10 @@ def _from_halves(options, x, scale, visible, sink) -> Result:
     top = top if live is None else jnp.where(live, top, 0)
     half = half - top
 
-    # scaled and doubled
+    # scaled and doubled; a product that is subtracted is not rounded before
     if options.scale is None:  # 2 * scale could overflow
-        z, top = scale * half, scale * top
-        z, top = z + z, top + top
+        z, top = scale * half, scale * (top + top)
+        z = z + z
     else:  # scale could be too small for a normal number
         z, top = 2 * scale * half, 2 * scale * top
     z = z if visible is None else jnp.where(visible, z, -jnp.inf)
