@@ -247,27 +247,19 @@ def _planned(operator: str, implementation: str | None, options: Options, operan
 
 
 def _primal(plan: Plan, operands: Operands) -> jax.Array:
-    return backend.named(IMPLEMENTATIONS, plan.implementation).forward(plan, operands)
+    return backend.named(IMPLEMENTATIONS, plan.implementation).forward(plan.of_a_forward, operands)
 
 
 def _forward(plan, operands, wanted):
-    given = fusion.computed_once(operands, plan.read_whole)
-    if plan.keeps_rows:
-        out, rows = portable_forward.of_few_pixels(plan, given)
-        return out, (operands, rows)
-    return backend.named(IMPLEMENTATIONS, plan.implementation).forward(plan, given), (operands, None)
+    given = fusion.computed_once(operands, plan.read_twice)
+    return backend.named(IMPLEMENTATIONS, plan.implementation).forward(plan, given), operands
 
 
-def _backward(plan, saved, wanted, dout):
-    operands, rows = saved
-    residuals = Residuals(fusion.computed_once(operands, plan.read_whole), Wanted(wanted), rows)
+def _backward(plan, operands, wanted, dout):
+    residuals = Residuals(fusion.computed_once(operands, plan.read_twice), Wanted(wanted))
     dout = fusion.kept_whole(dout, may_be_gathered=True)
     grads = backend.named(IMPLEMENTATIONS, plan.implementation).backward(plan, residuals, dout)
     return Operands(*grads)
 
 
-def _tangent(plan, saved, tangents):
-    return written_tangent.tangent(plan, saved[0], tangents)
-
-
-_OPERATION = Operation(DIFFERENTIABLE, _primal, _forward, _backward, _tangent)
+_OPERATION = Operation(DIFFERENTIABLE, _primal, _forward, _backward, written_tangent.tangent)

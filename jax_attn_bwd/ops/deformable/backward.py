@@ -40,7 +40,7 @@ from jax_attn_bwd.ops.deformable.spec import MultiScaleDeformableAttentionGrads,
 def backward(plan: Plan, residuals: Residuals, dout: jax.Array) -> MultiScaleDeformableAttentionGrads:
     """Returns the gradients in `residuals.wanted`, wherever queries and pixels lie."""
     operands = with_all_pixels(plan, residuals.operands)
-    of_queries = partial(_of_queries, plan, residuals.wanted.names, residuals.rows)
+    of_queries = partial(_of_queries, plan, residuals.wanted.names)
 
     # pieces of the queries have rows of their own, and each a share of the value's gradient
     if plan.pieces is None:
@@ -53,7 +53,7 @@ def backward(plan: Plan, residuals: Residuals, dout: jax.Array) -> MultiScaleDef
 
 
 def _of_queries(
-    plan: Plan, wanted: frozenset[str], rows: jax.Array | None, operands: Operands, dout: jax.Array
+    plan: Plan, wanted: frozenset[str], operands: Operands, dout: jax.Array
 ) -> dict[str, jax.Array]:
     """Returns the gradients that some queries give, by name, accumulated in float32 or wider."""
     options, loops = plan.options, plan.loops
@@ -81,8 +81,7 @@ def _of_queries(
             grads, operands, dout = fusion.barrier((grads, operands, dout))
             points = point_gradients.at_all_points(options, wanted, operands, dout)
         elif corners is not None:
-            rows = sampling.read_corners(operands.value, corners) if rows is None else rows
-            points = point_gradients.at_corners(options, wanted, corners, rows, dout)
+            points = point_gradients.at_corners(options, wanted, corners, operands, dout)
         else:
             points = point_gradients.point_by_point(options, wanted, loops.by_channel, operands, dout)
         grads |= point_gradients.by_name(options, operands, *points)

@@ -41,26 +41,26 @@ def over_queries(plan: Plan, function: Callable[..., jax.Array], *arrays: Operan
 
 def _of_queries(plan: Plan, operands: Operands) -> jax.Array:
     """Returns the output of some queries."""
+    if plan.loops.few_pixels:
+        return _of_few_pixels(plan, operands)
     terms = lambda at, weight: [(operands.value, sampling.scales(at, weight))]
     out = sum_over_points(plan, operands, terms, operands)
     return tie(out, operands)
 
 
-@partial(jax.jit, static_argnums=0)
-def of_few_pixels(plan: Plan, operands: Operands) -> tuple[jax.Array, jax.Array]:
-    """Returns the output and what it read, a row for each corner, `[C, K, n, D]`, for the backward.
+def _of_few_pixels(plan: Plan, operands: Operands) -> jax.Array:
+    """Returns the output from a row for each corner, which is made where it is read of the value.
 
     What makes the value, a mask or an activation, XLA:CPU then computes for these rows alone; a loop over the
-    points would have it computed whole before, and a scan of layers keep it whole for each.
+    points would have it computed whole before.
     """
     (B, Q, M, _), D = operands.attention_weights.shape, operands.value.shape[3]
     corners = sampling.corners(plan.options, operands)
     scales = fusion.barrier(jnp.stack(sampling.scales(corners.at, corners.weight)))
-    rows = fusion.barrier(sampling.read_corners(operands.value, corners))
-    terms = jnp.where(corners.inside[..., None], scales[..., None] * rows.astype(scales.dtype), 0)
-    out = fusion.barrier(total(*terms)).sum(0)  # to sum both axes takes XLA:CPU of JAX 0.10 twice as long
-    out = out.reshape(B, Q, M * D).astype(rows.dtype)
-    return tie(out, operands), rows
+    rows, inside = sampling.read_corners(operands.value, corners, scales.dtype)
+    terms = fusion.barrier(jnp.where(inside[..., None], scales[..., None] * rows, 0))
+    out = terms.sum((0, 1)).reshape(B, Q, M * D).astype(operands.value.dtype)
+    return tie(out, operands)
 
 
 def sum_over_points(

@@ -11,7 +11,7 @@ sum over the pieces: it is taken once, after the loop over the points. `_core/sp
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -29,8 +29,7 @@ _MANY_ROWS = 1 << 13  # rows of one query and head; from here on a second core h
 _MANY_QUERIES = 256  # from here on pairs of pixels are faster
 _BLOCK_BYTES = 1 << 17  # bytes of pairs that a core's cache holds; XLA leaves them to one core
 _CORNER_NUMBERS = 1 << 20  # numbers in the rows of all corners: 4 MiB, which caches hold
-_FEW_NUMBERS = 1 << 22  # as many where the value has more
-_PIXELS_PER_CORNER = 1.5  # from here on it has more
+_PIXELS_PER_CORNER = 4  # from here on most pixels are read by no one
 _INDICES = 1 << 29  # numbers that int32 can index: padding makes up to three times as many
 
 
@@ -42,7 +41,7 @@ class Loops(NamedTuple):
     by_channel: bool = False  # products with the cotangent: `point_gradients.by_channel`
     paired_queries: int = 0  # in a block of `value_gradient.in_pairs`; 0 = portable
     all_corners: bool = False  # at once in the backward, but of a value in pairs
-    few_pixels: bool = False  # are read: so too in the forward of a step, which keeps them
+    few_pixels: bool = False  # are read: so too in the forward of a step, and the value is made where read
     all_points: bool = False  # at once
     in_order: bool = False  # the value's gradient: `value_gradient.in_runs`
 
@@ -64,14 +63,14 @@ class Plan:
     pieces: Pieces | None = None
 
     @property
-    def keeps_rows(self) -> bool:
-        """Whether the forward of a step keeps the rows that it read for the backward."""
-        return self.loops.few_pixels and self.implementation == "xla"
+    def of_a_forward(self) -> "Plan":
+        """The plan of a forward that no backward follows."""
+        return replace(self, loops=self.loops._replace(few_pixels=False))
 
     @property
-    def read_whole(self) -> Sequence[str]:
-        """The operands that are computed once for both rules; not a value of which few rows are read."""
-        return [name for name in DIFFERENTIABLE if name != "value" or not self.keeps_rows]
+    def read_twice(self) -> Sequence[str]:
+        """The operands that are computed once for both rules; not a value of which both read little."""
+        return [name for name in DIFFERENTIABLE if name != "value" or not self.loops.few_pixels]
 
 
 def plan(implementation: str, options: Options, operands: Operands) -> Plan:
@@ -103,8 +102,7 @@ def fastest_loops(options: Options, operands: Operands, pieces: Pieces | None = 
         return Loops(on_all_cores=many)
     by_channel = many and 4 * Q >= S  # with fewer, transposing the pixels costs more
     corners = (4 if options.method == "bilinear" else 1) * weights.size
-    up_to = lambda limit: not by_channel and 0 < corners * D <= limit
-    few_pixels = up_to(_FEW_NUMBERS) and _PIXELS_PER_CORNER * corners <= B * S * M
+    all_corners = not by_channel and 0 < corners * D <= _CORNER_NUMBERS
     # as many queries in a block as its pairs of pixels fit the cache
     paired = options.method == "bilinear" and Q >= _MANY_QUERIES and B * M * D > 0
     paired = paired and 2 * Q * K >= S  # else to pad the pixels, and drop that, would cost more than the sums
@@ -113,8 +111,8 @@ def fastest_loops(options: Options, operands: Operands, pieces: Pieces | None = 
         on_all_cores=many,
         heads_first=many,
         by_channel=by_channel,
-        all_corners=few_pixels or up_to(_CORNER_NUMBERS),
-        few_pixels=few_pixels,
+        all_corners=all_corners,
+        few_pixels=all_corners and _PIXELS_PER_CORNER * corners <= B * S * M,
         paired_queries=min(Q, max(1, _BLOCK_BYTES // pair_bytes)) if paired else 0,
     )
 

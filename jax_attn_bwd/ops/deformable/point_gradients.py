@@ -72,17 +72,18 @@ def at_all_points(
 
 
 def at_corners(
-    options: Options, wanted: Collection[str], corners: Corners, rows: jax.Array, dout: jax.Array
+    options: Options, wanted: Collection[str], corners: Corners, operands: Operands, dout: jax.Array
 ) -> PointGrads:
-    """Returns the points' gradients, [B, Q, M, K] each, from a product row for each corner's `rows`.
+    """Returns the points' gradients, [B, Q, M, K] each, from a product row for each corner.
 
     XLA:CPU multiplies the rows in vectors, and a library sums them; a loop of its own over a row would add
     one number at a time.
     """
     (B, Q, M, D), (C, K, n) = dout.shape, corners.rows.shape
-    products = fusion.barrier(dout.reshape(1, 1, n, D) * rows.astype(dout.dtype))
+    rows, inside = sampling.read_corners(operands.value, corners, dout.dtype)
+    products = fusion.barrier(dout.reshape(1, 1, n, D) * rows)
     sums = jnp.matmul(products.reshape(-1, D), jnp.ones(D, dout.dtype), precision=lax.Precision.HIGHEST)
-    d = fusion.barrier(jnp.where(corners.inside, sums.reshape(C, K, n), 0))  # (4)
+    d = fusion.barrier(jnp.where(inside, sums.reshape(C, K, n), 0))  # (4)
     found = gradients(wanted, corners.at, corners.weight, [*d])  # (5) to (7)
     return jax.tree.map(lambda x: x.reshape(K, B, Q, M).transpose(1, 2, 3, 0), found)
 

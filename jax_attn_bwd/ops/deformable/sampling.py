@@ -57,7 +57,6 @@ class Corners(NamedTuple):
     at: Place  # arrays [K, n]
     weight: jax.Array  # [K, n]
     rows: jax.Array  # int32 [C, K, n], of `value [B * S * M, D]`; B * S * M = outside
-    inside: jax.Array  # bool [C, K, n]
 
 
 def compute_dtype(operands: Operands) -> jnp.dtype:
@@ -114,18 +113,19 @@ def corners(options: Options, operands: Operands) -> Corners:
     n = np.arange(B * Q * M, dtype=np.int32)
     pixels, first = jnp.stack(at.pixels), n // (Q * M) * (S * M) + n % M
     rows = jnp.where(pixels < S, pixels * M + first[None, None], jnp.int32(B * S * M))
-    rows = fusion.barrier(rows)
-    return Corners(at, found.weight, rows, rows < B * S * M)
+    return Corners(at, found.weight, fusion.barrier(rows))
 
 
-def read_corners(value: jax.Array, corners: Corners) -> jax.Array:
-    """Reads the rows of all corners, `[C, K, n, D]`.
+def read_corners(value: jax.Array, corners: Corners, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """Reads the rows of all corners, `[C, K, n, D]`; also tells which are inside, `[C, K, n]`.
 
     A row outside is 0: what stands in the row that is read for it must not reach a derivative.
     """
     table = value.reshape(-1, value.shape[3])
-    rows = table.at[jnp.minimum(corners.rows, len(table) - 1)].get(mode="promise_in_bounds")
-    return jnp.where(corners.inside[..., None], rows, 0)
+    last = len(table) - 1
+    inside = corners.rows <= last
+    rows = table.at[jnp.minimum(corners.rows, last)].get(mode="promise_in_bounds")
+    return jnp.where(inside[..., None], rows, 0).astype(dtype), inside
 
 
 def on_all_cores(level: Level) -> Level:

@@ -75,11 +75,10 @@ class MultiScaleDeformableAttentionGrads(NamedTuple):
 
 
 class Residuals(NamedTuple):
-    """The arrays that the forward leaves for the backward: its inputs, and where it read little, that."""
+    """The arrays that the forward leaves for the backward: its inputs alone."""
 
     operands: Operands
     wanted: Wanted
-    rows: jax.Array | None = None  # [C, K, n, D], one for each corner; None = the backward reads them
 
     def gradients(self, found: dict[str, jax.Array]) -> MultiScaleDeformableAttentionGrads:
         """Returns gradients by name in the types of their operands."""

@@ -71,7 +71,7 @@ def at_corners(corners: Corners, operands: Operands, dout: jax.Array) -> jax.Arr
     starts = corners.rows.reshape(-1, 1) * D
     sums = lax.scatter_add(zeros, starts, rows.reshape(-1, D), numbers, mode="drop")
     # XLA:CPU takes four times as long to transpose, for a product behind, what it knows as one long row
-    return fusion.barrier(sums.reshape(-1, *value.shape[2:])).reshape(value.shape)
+    return fusion.barrier(sums.reshape(value.shape))
 
 
 def _add(dvalue: jax.Array, at: Place, scales: Sequence[jax.Array], dout: jax.Array) -> jax.Array:

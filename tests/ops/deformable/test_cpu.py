@@ -168,10 +168,8 @@ def shapes(B, Q, M, D, S, dtype=jnp.float32):
         ((8, 300, 8, 32, 5440), plan.Loops(True, True)),  # more pixels than pairs
         ((1, 700, 8, 32, 5440), plan.Loops(paired_queries=512)),
         ((1, 300, 8, 32, 5440), plan.Loops()),
-        ((1, 227, 8, 32, 5440), plan.Loops(all_corners=True)),
-        ((1, 226, 8, 32, 5440), plan.Loops(all_corners=True, few_pixels=True)),
-        ((4, 200, 8, 32, 5440), plan.Loops(all_corners=True, few_pixels=True)),
-        ((8, 200, 8, 32, 5440), plan.Loops(True, True)),  # too many numbers
+        ((1, 100, 8, 32, 5440), plan.Loops(all_corners=True)),
+        ((1, 80, 8, 32, 5440), plan.Loops(all_corners=True, few_pixels=True)),
         ((1, 300, 8, 16, 784), plan.Loops(paired_queries=300, all_corners=True)),
         ((1, 300, 8, 16, 5440), plan.Loops(all_corners=True)),
         ((0, 5440, 8, 32, 5440), plan.Loops()),
@@ -183,10 +181,9 @@ def test_which_loops(monkeypatch, one_device, sizes, expected):
     assert plan.fastest_loops(OPTIONS, shapes(*sizes)) == expected
     nearest = plan.fastest_loops(replace(OPTIONS, method="discrete"), shapes(*sizes))
     *of_rows, pixels = sizes
-    numbers = 4 * math.prod(of_rows) * (not expected.by_channel)  # a point has one corner
-    few = 0 < numbers <= 1 << 22 and 1.5 * 4 * of_rows[1] <= pixels
-    corners = few or 0 < numbers <= 1 << 20
-    assert nearest == expected._replace(paired_queries=0, all_corners=corners, few_pixels=few)
+    is_small = 0 < 4 * math.prod(of_rows) <= 1 << 20  # a point has one corner
+    few = is_small and 4 * 4 * of_rows[1] <= pixels
+    assert nearest == expected._replace(paired_queries=0, all_corners=is_small, few_pixels=few)
     monkeypatch.setattr("jax_attn_bwd._core.targets.platform", lambda: "gpu")
     assert plan.fastest_loops(OPTIONS, shapes(*sizes)) == plan.Loops(all_points=True, in_order=True)
     monkeypatch.setattr("jax_attn_bwd._core.targets.platform", lambda: "tpu")
@@ -214,23 +211,6 @@ def test_what_stands_around_few_pixels(monkeypatch):
     assert loops
     assert all(" gather(" in x for x in loops)
     assert len(re.findall(r" cosine\(", program)) == 1
-
-
-@pytest.mark.usefixtures("one_device")
-def test_a_scan_keeps_what_it_read_of_few_pixels(monkeypatch):
-    """Not the value of each layer: the gradient of the value is all that is as large."""
-    monkeypatch.setattr(plan.split, "pieces_for_rows", lambda *_: None)
-    (dout, *operands), levels = problem(B=1, Q=4, levels=((32, 48), (16, 24)), dtype=np.float32)
-
-    def step(dout, scales, *operands):
-        def layers(value, *points):
-            call = lambda scale: multi_scale_deformable_attention(scale * value, levels, *points)
-            return jax.lax.scan(lambda out, scale: (out + call(scale), None), jnp.zeros_like(dout), scales)[0]
-
-        return jax.vjp(layers, *operands)[1](dout)
-
-    program = jax.jit(step).lower(dout, jnp.arange(5.0, dtype=np.float32), *operands).compile()
-    assert program.memory_analysis().temp_size_in_bytes < 2 * operands[0].nbytes
 
 
 def test_no_loop_is_compiled_for_one_core(one_device):
