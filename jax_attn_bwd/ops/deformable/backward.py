@@ -71,7 +71,7 @@ def _of_queries(
         elif loops.paired_queries:
             grads["value"] = value_gradient.in_pairs(options, loops.paired_queries, operands, dout)
         elif corners is not None:
-            grads["value"] = value_gradient.at_corners(corners, operands, dout)
+            grads["value"] = value_gradient.at_corners(corners, operands, dout, loops.by_pixel)
         else:
             grads["value"] = value_gradient.point_by_point(options, operands, dout)
 

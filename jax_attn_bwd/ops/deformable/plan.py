@@ -41,6 +41,7 @@ class Loops(NamedTuple):
     by_channel: bool = False  # products with the cotangent: `point_gradients.by_channel`
     paired_queries: int = 0  # in a block of `value_gradient.in_pairs`; 0 = portable
     all_corners: bool = False  # at once in the backward, but of a value in pairs
+    by_pixel: bool = False  # as the sums of one entry, in a value that caches do not hold
     few_pixels: bool = False  # are read: so too in the forward of a step, and the value is made where read
     all_points: bool = False  # at once
     in_order: bool = False  # the value's gradient: `value_gradient.in_runs`
@@ -112,6 +113,7 @@ def fastest_loops(options: Options, operands: Operands, pieces: Pieces | None = 
         heads_first=many,
         by_channel=by_channel,
         all_corners=all_corners,
+        by_pixel=all_corners and B == 1 and operands.value.size > _CORNER_NUMBERS,
         few_pixels=all_corners and _PIXELS_PER_CORNER * corners <= B * S * M,
         paired_queries=min(Q, max(1, _BLOCK_BYTES // pair_bytes)) if paired else 0,
     )

@@ -59,17 +59,22 @@ def in_any_order(options: Options, operands: Operands, dout: jax.Array) -> jax.A
     return _add(zeros, at, sampling.scales(at, weight), dout[:, :, :, None])
 
 
-def at_corners(corners: Corners, operands: Operands, dout: jax.Array) -> jax.Array:
-    """Returns `dvalue [B, S, M, D]` from `dout [B, Q, M, D]`: one sum of a row for each corner."""
-    value, D = operands.value, dout.shape[3]
+def at_corners(corners: Corners, operands: Operands, dout: jax.Array, by_pixel: bool) -> jax.Array:
+    """Returns `dvalue [B, S, M, D]` from `dout [B, Q, M, D]`: one sum of a row for each corner.
+
+    One number finds a row sooner than three do (`by_pixel`), but under `vmap` XLA:CPU copies what is reshaped
+    to an axis of one entry.
+    """
+    value, (B, Q, M, D) = operands.value, dout.shape
     scales = fusion.barrier(jnp.stack(sampling.scales(corners.at, corners.weight)))
-    rows = scales[..., None] * dout.reshape(1, 1, -1, D)
-    numbers = lax.ScatterDimensionNumbers(
-        update_window_dims=(1,), inserted_window_dims=(), scatter_dims_to_operand_dims=(0,)
-    )
+    rows = (scales[..., None] * dout.reshape(1, 1, -1, D)).reshape(-1, D)
     zeros = full_like_operands(value.reshape(-1), (value.size,), 0, dout.dtype, (operands, dout))
-    starts = corners.rows.reshape(-1, 1) * D
-    sums = lax.scatter_add(zeros, starts, rows.reshape(-1, D), numbers, mode="drop")
+    if by_pixel:
+        n = np.arange(B * Q * M, dtype=np.int32)
+        at = jnp.stack(jnp.broadcast_arrays(n // (Q * M), jnp.stack(corners.at.pixels), n % M), -1)
+        zeros = fusion.barrier(zeros).reshape(value.shape)  # filled in one loop
+        return _add_rows(zeros, at.reshape(-1, 3), rows, (0, 1, 2))
+    sums = _add_rows(zeros, corners.rows.reshape(-1, 1) * D, rows)
     # XLA:CPU takes four times as long to transpose, for a product behind, what it knows as one long row
     return fusion.barrier(sums.reshape(value.shape))
 
@@ -80,18 +85,30 @@ def _add(dvalue: jax.Array, at: Place, scales: Sequence[jax.Array], dout: jax.Ar
     For all points, `dout` is `[B, Q, M, 1, D]`. The compiler orders the additions; on a GPU the order
     differs from run to run.
     """
-    rank = at.pixels[0].ndim
-    numbers = lax.ScatterDimensionNumbers(
-        update_window_dims=(rank,),
-        inserted_window_dims=(1,),
-        scatter_dims_to_operand_dims=(1,),
-        operand_batching_dims=(0, 2),
-        scatter_indices_batching_dims=(0, 2),
-    )
     for pixel, scale in zip(at.pixels, scales, strict=True):
-        rows = scale[..., None] * dout
-        dvalue = lax.scatter_add(dvalue, pixel[..., None], rows, numbers, mode="drop")
+        dvalue = _add_rows(dvalue, pixel[..., None], scale[..., None] * dout, (1,), (0, 2))
     return dvalue
+
+
+def _add_rows(
+    x: jax.Array,
+    at: jax.Array,
+    rows: jax.Array,
+    axes: tuple[int, ...] = (0,),
+    batch_axes: tuple[int, ...] = (),
+) -> jax.Array:
+    """Adds each of `rows [..., D]` where `at` says on the `axes` of `x`; those outside are dropped.
+
+    In `x` of one axis rows lie one behind the other. Of `batch_axes` each index has a `x` of its own.
+    """
+    numbers = lax.ScatterDimensionNumbers(
+        update_window_dims=(rows.ndim - 1,),
+        inserted_window_dims=axes if x.ndim > 1 else (),
+        scatter_dims_to_operand_dims=axes,
+        operand_batching_dims=batch_axes,
+        scatter_indices_batching_dims=batch_axes,
+    )
+    return lax.scatter_add(x, at, rows, numbers, mode="drop")
 
 
 # In pairs ------------------------------------------------------------------------------------------------
@@ -172,9 +189,6 @@ def _add_pairs(dvalue: jax.Array, pairs: Pairs, rows: jax.Array) -> jax.Array:
     D = rows.shape[1]
     twice = jnp.broadcast_to(rows[:, None], (len(rows), 2, D)).reshape(-1, 2 * D)
     is_left = np.arange(2 * D)[None] < D
-    numbers = lax.ScatterDimensionNumbers(
-        update_window_dims=(1,), inserted_window_dims=(), scatter_dims_to_operand_dims=(0,)
-    )
 
     # point by point, to the upper and to the lower pair
     def add_point(dvalue, point):
@@ -184,7 +198,7 @@ def _add_pairs(dvalue: jax.Array, pairs: Pairs, rows: jax.Array) -> jax.Array:
         ):
             left, right = ((1 - point.right) * share)[:, None], (point.right * share)[:, None]
             pair = jnp.where(is_left, left, right) * twice
-            dvalue = lax.scatter_add(dvalue, start[:, None], pair, numbers, mode="drop")
+            dvalue = _add_rows(dvalue, start[:, None], pair)
         return dvalue, None
 
     starts = pairs._replace(upper=pairs.upper * D, lower=pairs.lower * D)

@@ -25,7 +25,8 @@ QUERIES = 3  # queries of a block: most cases have a last block of fewer
 def forced(monkeypatch, request):
     def chosen(options, operands, pieces):
         if request.param != "loops":
-            return plan.Loops(all_corners=True, few_pixels=request.param == "few_pixels")
+            few = request.param == "few_pixels"  # of one large entry, which is summed by pixel
+            return plan.Loops(all_corners=True, by_pixel=few, few_pixels=few)
         queries = operands.attention_weights.shape[1]
         paired = min(queries, QUERIES) if options.method == "bilinear" else 0
         return plan.Loops(True, True, True, paired)
@@ -168,8 +169,9 @@ def shapes(B, Q, M, D, S, dtype=jnp.float32):
         ((8, 300, 8, 32, 5440), plan.Loops(True, True)),  # more pixels than pairs
         ((1, 700, 8, 32, 5440), plan.Loops(paired_queries=512)),
         ((1, 300, 8, 32, 5440), plan.Loops()),
-        ((1, 100, 8, 32, 5440), plan.Loops(all_corners=True)),
-        ((1, 80, 8, 32, 5440), plan.Loops(all_corners=True, few_pixels=True)),
+        ((1, 100, 8, 32, 5440), plan.Loops(all_corners=True, by_pixel=True)),
+        ((2, 40, 8, 32, 5440), plan.Loops(all_corners=True, few_pixels=True)),
+        ((1, 80, 8, 32, 5440), plan.Loops(all_corners=True, by_pixel=True, few_pixels=True)),
         ((1, 300, 8, 16, 784), plan.Loops(paired_queries=300, all_corners=True)),
         ((1, 300, 8, 16, 5440), plan.Loops(all_corners=True)),
         ((0, 5440, 8, 32, 5440), plan.Loops()),
@@ -183,7 +185,9 @@ def test_which_loops(monkeypatch, one_device, sizes, expected):
     *of_rows, pixels = sizes
     is_small = 0 < 4 * math.prod(of_rows) <= 1 << 20  # a point has one corner
     few = is_small and 4 * 4 * of_rows[1] <= pixels
-    assert nearest == expected._replace(paired_queries=0, all_corners=is_small, few_pixels=few)
+    large = is_small and of_rows[0] == 1 and pixels * math.prod(of_rows[2:]) > 1 << 20
+    expected = expected._replace(paired_queries=0, all_corners=is_small, by_pixel=large, few_pixels=few)
+    assert nearest == expected
     monkeypatch.setattr("jax_attn_bwd._core.targets.platform", lambda: "gpu")
     assert plan.fastest_loops(OPTIONS, shapes(*sizes)) == plan.Loops(all_points=True, in_order=True)
     monkeypatch.setattr("jax_attn_bwd._core.targets.platform", lambda: "tpu")
@@ -211,6 +215,18 @@ def test_what_stands_around_few_pixels(monkeypatch):
     assert loops
     assert all(" gather(" in x for x in loops)
     assert len(re.findall(r" cosine\(", program)) == 1
+
+
+def test_the_gradient_of_one_large_entry_is_not_copied_under_vmap(one_device):
+    (_, *operands), levels = problem(B=1, M=8, D=32, levels=((64, 65),), dtype=np.float32)
+
+    def dvalue(*operands):
+        out, pullback = jax.vjp(lambda *x: multi_scale_deformable_attention(x[0], levels, *x[1:]), *operands)
+        return pullback(out)[0]
+
+    mapped = [jax.ShapeDtypeStruct((3, *x.shape), x.dtype) for x in operands]
+    memory = jax.jit(jax.vmap(dvalue)).lower(*mapped).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < memory.output_size_in_bytes / 2
 
 
 def test_no_loop_is_compiled_for_one_core(one_device):
