@@ -41,7 +41,7 @@ class Loops(NamedTuple):
     by_channel: bool = False  # products with the cotangent: `point_gradients.by_channel`
     paired_queries: int = 0  # in a block of `value_gradient.in_pairs`; 0 = portable
     all_corners: bool = False  # at once in the backward, but of a value in pairs
-    by_pixel: bool = False  # as the sums of one entry, in a value that caches do not hold
+    by_pixel: bool = False  # where their sums lie: for one entry whose value caches do not hold
     few_pixels: bool = False  # are read: so too in the forward of a step, and the value is made where read
     all_points: bool = False  # at once
     in_order: bool = False  # the value's gradient: `value_gradient.in_runs`

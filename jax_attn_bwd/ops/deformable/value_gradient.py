@@ -99,7 +99,7 @@ def _add_rows(
 ) -> jax.Array:
     """Adds each of `rows [..., D]` where `at` says on the `axes` of `x`; those outside are dropped.
 
-    In `x` of one axis rows lie one behind the other. Of `batch_axes` each index has a `x` of its own.
+    In `x` of one axis rows lie one behind the other. Each index of the `batch_axes` has an `x` of its own.
     """
     numbers = lax.ScatterDimensionNumbers(
         update_window_dims=(rows.ndim - 1,),
