@@ -11,14 +11,15 @@ import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding
 
-from jax_attn_bwd._core import console, pallas, proven, targets
+from jax_attn_bwd._core import choices, console, pallas, proven, targets
 
+P = TypeVar("P")
 NAMES = ("xla", "mosaic_tpu", "mosaic_gpu", "cudnn")
 
 
@@ -36,6 +37,7 @@ class Implementation:
       sized: `(options, operands) -> arrays` by whose size the record is looked up.
       any_order: it may add in another order in each run; then bits differ, and it is picked by itself only
         where `options.deterministic_sums` is False.
+      files: `() -> the kernel files that it runs`, for `explain`.
     """
 
     name: str
@@ -47,6 +49,7 @@ class Implementation:
     ran: Callable[[], str] = lambda: ""
     sized: Callable[[Any, Any], Any] = lambda options, operands: operands
     any_order: bool = False
+    files: Callable[[], str] = lambda: ""
 
 
 def kernel(
@@ -90,6 +93,10 @@ def kernel(
         passed = isinstance(device, targets.Generation) and jax.__version_info__ >= device.oldest_jax
         return device.ran if passed else ""
 
+    def files():
+        name = getattr(found(), "files", "")
+        return f"kernels/{name}_forward.py, {name}_backward.py" if forward else f"kernels/{name}_backward.py"
+
     opaque = pallas.with_portable_jvp(load("forward", "forward"), portable.forward)
     return Implementation(
         name,
@@ -100,6 +107,7 @@ def kernel(
         family=package.rpartition(".")[2],
         ran=ran,
         any_order=any_order,
+        files=files,
     )
 
 
@@ -142,19 +150,29 @@ class Reasons(dict[str, str]):
 
     Attributes:
       refused: those that cannot run the call, not even by name, with the reason.
+      choices: how each of the others computes it, a `Choice(implementation, way, rules)`.
       size: by which the records of `check --enable` are looked up.
     """
 
-    def __init__(self, reasons: Mapping[str, str], refused: Mapping[str, str], size: proven.Size, title: str):
+    def __init__(
+        self,
+        reasons: Mapping[str, str],
+        refused: Mapping[str, str],
+        ways: Sequence[choices.Choice],
+        size: proven.Size,
+        title: str,
+    ):
         super().__init__(reasons)
-        self.refused, self.size, self._title = dict(refused), size, title
+        self.refused, self.choices, self.size, self._title = dict(refused), tuple(ways), size, title
 
     def __repr__(self) -> str:
         picked = next(name for name, reason in self.items() if reason == "ok")
         word = lambda name: "picked" if name == picked else "can run" if self[name] == "ok" else "by name"
+        ways = {choice.implementation: str(choice) for choice in self.choices}
+        told = lambda name: [*([] if self[name] == "ok" else [self[name]]), *filter(None, [ways.get(name)])]
         rows = [
-            (name, "cannot run" if name in self.refused else word(name), "" if reason == "ok" else reason)
-            for name, reason in self.items()
+            (name, "cannot run" if name in self.refused else word(name), "; ".join(told(name)))
+            for name in self
         ]
         return console.columns(self._title, rows)
 
@@ -173,8 +191,11 @@ def select(
     requested: str | None,
     options: Any,
     operands: Any,
+    plan: Callable[[str, Any, Any], Any] | None = None,
 ) -> Implementation:
     """Returns the implementation to run: the one asked for, else the proven kernel or the portable path.
+
+    `plan(name, options, operands)` is what `planned` makes of it, whose `way` `explain` tells.
 
     Raises:
       ValueError: `requested` is not the name of an implementation.
@@ -191,8 +212,9 @@ def select(
         refused = {name: reason for name, reason in reasons.items() if reason is not None}
         others = refused | _why_not_picked(operator, able, options, operands, tell=False)
         found = {i.name: others.get(i.name, "ok") for i in implementations}
+        ways = [_way(i, options, operands, plan) for i in able]
         size = _size(options, operands, able[-1])
-        raise _Explained(Reasons(found, refused, size, f"{operator} on {targets.device_kind()}"))
+        raise _Explained(Reasons(found, refused, ways, size, f"{operator} on {targets.device_kind()}"))
     # the first that can, or the one that is named
     if requested is None:
         others = _why_not_picked(operator, able, options, operands, tell=True)
@@ -205,6 +227,28 @@ def select(
         f"{operator}: implementation={requested!r} cannot run this call: {reason}; "
         f"implementation=None picks one that can"
     )
+
+
+def planned(
+    operator: str,
+    implementations: tuple[Implementation, ...],
+    requested: str | None,
+    options: Any,
+    operands: Any,
+    plan: Callable[[str, Any, Any], P],
+) -> P:
+    """Returns `plan(name, options, operands)` with the name of the implementation that `select` picks."""
+    chosen = select(operator, implementations, requested, options, operands, plan)
+    return plan(chosen.name, options, operands)
+
+
+def _way(implementation: Implementation, options: Any, operands: Any, plan: Any) -> choices.Choice:
+    """Tells how an implementation computes a call; kernels have no rules but their portable derivatives'."""
+    if implementation.platform is not None or plan is None:
+        return choices.Choice(implementation.name, implementation.files(), ())
+    with choices.noted() as rules:
+        way = plan(implementation.name, options, operands).way
+    return choices.Choice(implementation.name, way, tuple(rules))
 
 
 def named(implementations: tuple[Implementation, ...], name: str) -> Implementation:
@@ -231,8 +275,9 @@ def explain(f: Callable[..., Any], *args: Any, platform: str | None = None, **kw
 
     Returns:
       `{implementation: "ok" | reason}`; `implementation=None` picks the first that is ok. Printed, it is a
-      table, which also tells apart what cannot run the call and what runs when it is asked for by name.
-      `.refused` has the reasons of the former alone.
+      table, which also tells apart what cannot run the call and what runs when it is asked for by name, and
+      names the way of computing of each and the rules that chose it; `.choices` has these as data, one
+      `Choice(implementation, way, rules)` each. `.refused` has the reasons of what cannot run alone.
 
     Raises:
       ValueError: `f` calls no operator of this package; no such platform is known.
@@ -248,7 +293,7 @@ def explain(f: Callable[..., Any], *args: Any, platform: str | None = None, **kw
       scaled_masked_softmax on NVIDIA A100-SXM4-80GB
         mosaic_tpu  cannot run  it is a tpu kernel and the target platform is gpu
         mosaic_gpu  cannot run  it needs a Hopper GPU (compute capability 9.0), not NVIDIA A100-SXM4-80GB
-        xla         picked
+        xla         picked      whole rows
     """
     with contextlib.nullcontext() if platform is None else targets.aimed_at(platform):
         return _explain(f, args, kwargs)

@@ -12,7 +12,7 @@ import jax_attn_bwd
 ROOT = Path(jax_attn_bwd.__file__).parent
 MODULES = sorted(p.relative_to(ROOT) for p in ROOT.rglob("*.py"))
 OPERATORS = sorted(p.parent.name for p in ROOT.glob("ops/*/__init__.py"))
-REQUIRED = ("__init__", "api", "spec", "reference", "forward", "backward", "cases")
+REQUIRED = ("__init__", "api", "spec", "reference", "plan", "forward", "backward", "cases")
 FRAMEWORKS = {"flax", "haiku", "equinox", "keras", "torch", "optax", "matplotlib", "rich", "tokamax"}
 
 

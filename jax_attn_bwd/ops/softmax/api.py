@@ -14,11 +14,12 @@ from jax_attn_bwd._core.types import Array, FullyMasked, Implementation
 from jax_attn_bwd.ops.softmax import backward as portable_backward
 from jax_attn_bwd.ops.softmax import forward as portable_forward
 from jax_attn_bwd.ops.softmax import tangent as written_tangent
+from jax_attn_bwd.ops.softmax.plan import Plan
+from jax_attn_bwd.ops.softmax.plan import plan as planned
 from jax_attn_bwd.ops.softmax.spec import (
     DIFFERENTIABLE,
     Operands,
     Options,
-    Plan,
     Residuals,
     ScaledMaskedSoftmaxKeywords,
     Wanted,
@@ -160,7 +161,7 @@ def scaled_masked_softmax_bwd(
         mask = reshard_like(to_rank(mask, y.ndim), y, tuple(range(y.ndim)))
         y = jnp.where(~mask & jnp.isnan(y), 0, y)  # a row filled with NaN
     residuals = Residuals(y, Wanted((("x", jax.typeof(y)),)), scale_array)
-    dx = _implementation(plan).backward(plan.options, residuals, dy)["x"]
+    dx = _implementation(plan).backward(plan, residuals, dy)["x"]
     if mask is None:
         return dx
     return jnp.where(mask, dx, 0)
@@ -226,7 +227,7 @@ IMPLEMENTATIONS = (
 
 def _planned(operator: str, implementation: str | None, options: Options, operands: Operands) -> Plan:
     """Returns the plan of a call; raises where the implementation asked for cannot run it."""
-    return Plan(options, backend.select(operator, IMPLEMENTATIONS, implementation, options, operands).name)
+    return backend.planned(operator, IMPLEMENTATIONS, implementation, options, operands, planned)
 
 
 def _implementation(plan: Plan) -> backend.Implementation:
@@ -235,11 +236,11 @@ def _implementation(plan: Plan) -> backend.Implementation:
 
 
 def _primal(plan: Plan, operands: Operands) -> jax.Array:
-    return _implementation(plan).forward(plan.options, operands).y
+    return _implementation(plan).forward(plan, operands).y
 
 
 def _forward(plan, operands, wanted):
-    y, sink_prob, live = _implementation(plan).forward(plan.options, operands)
+    y, sink_prob, live = _implementation(plan).forward(plan, operands)
     # what the backward reads of the operands: their types, and x for the gradient of a scale
     present = [name for name in DIFFERENTIABLE if getattr(operands, name) is not None]
     types = tuple((name, jax.typeof(getattr(operands, name))) for name in present)
@@ -255,7 +256,7 @@ def _backward(plan, saved, wanted, dy):
     saved = saved._replace(
         wanted=replace(saved.wanted, types=types), x=saved.x if "scale" in wanted else None
     )
-    return Operands(None)._replace(**_implementation(plan).backward(plan.options, saved, dy))
+    return Operands(None)._replace(**_implementation(plan).backward(plan, saved, dy))
 
 
 def _tangent(plan, saved, tangents):

@@ -36,12 +36,14 @@ from jax_attn_bwd._core import fusion
 from jax_attn_bwd._core.numerics import accumulator_dtype, reduce_to
 from jax_attn_bwd._core.products import sum_of_products
 from jax_attn_bwd._core.sharding import match_type
-from jax_attn_bwd.ops.softmax.spec import Options, Residuals
+from jax_attn_bwd.ops.softmax.plan import Plan
+from jax_attn_bwd.ops.softmax.spec import Residuals
 
 
 @partial(jax.jit, static_argnums=0)
-def backward(options: Options, residuals: Residuals, dy: jax.Array) -> dict[str, jax.Array]:
+def backward(plan: Plan, residuals: Residuals, dy: jax.Array) -> dict[str, jax.Array]:
     """Returns the gradients of the operands in `residuals.wanted`, by name."""
+    options = plan.options
     # dz, and dot of each row; a row that saw nothing counts as masked
     y, wanted, scale, x, sink_prob, live = residuals
     y = fusion.read_in_one_kernel(y, options.axis)

@@ -17,24 +17,26 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_attn_bwd._core import masks, targets
+from jax_attn_bwd._core import masks
 from jax_attn_bwd._core.numerics import accumulator_dtype, to_rank
-from jax_attn_bwd.ops.softmax.spec import Operands, Options, Result
+from jax_attn_bwd.ops.softmax.plan import Plan
+from jax_attn_bwd.ops.softmax.spec import Operands, Result
 
 # Differences to the maximum that overflow are -inf; from this scale on exp(scale * difference) is 0 anyway.
 _OVERFLOW_IS_ZERO = 2.0**-100
 
 
 @partial(jax.jit, static_argnums=0)
-def forward(options: Options, operands: Operands) -> Result:
+def forward(plan: Plan, operands: Operands) -> Result:
     """Returns the softmax and the row values that its backward may need."""
-    result = _forward(options, *operands)
+    result = _forward(plan, *operands)
     return result._replace(y=result.y.astype(operands.x.dtype))
 
 
-def _forward(options, x, scale, mask, bias, sink) -> Result:
+def _forward(plan, x, scale, mask, bias, sink) -> Result:
     """Returns the result in the accumulator's dtype."""
     # what is visible: by the mask, a bias of -inf, causality and the window
+    options = plan.options
     axis, dtype = options.axis, accumulator_dtype(x.dtype)
     given, x = x, x.astype(dtype)
     visible = masks.conjunction(mask, None if bias is None else bias != -jnp.inf)
@@ -54,7 +56,7 @@ def _forward(options, x, scale, mask, bias, sink) -> Result:
         if visible is not None:  # before the cast, which then needs no array of its own
             z, visible = jnp.where(visible, given, -jnp.inf).astype(dtype), None
     elif bias is None and shared_scale:
-        return _from_halves(options, x, scale, visible, sink)
+        return _from_halves(plan, x, scale, visible, sink)
     else:
         after = 1.0 if bias is None else options.unit
         z = (options.scale / after if scale is None else scale.astype(dtype)) * x
@@ -65,7 +67,7 @@ def _forward(options, x, scale, mask, bias, sink) -> Result:
 
     # the differences to the greatest, scaled
     z = z if visible is None else jnp.where(visible, z, -jnp.inf)
-    top, live = _top(options, z, sink)
+    top, live = _top(plan, z, sink)
     if after == 1:
         z = z - top
     else:
@@ -75,8 +77,9 @@ def _forward(options, x, scale, mask, bias, sink) -> Result:
     return _normalised(options, z, top, live, sink)
 
 
-def _from_halves(options, x, scale, visible, sink) -> Result:
+def _from_halves(plan, x, scale, visible, sink) -> Result:
     """Computes `_forward` for any scale: differences to the maximum, halved, do not overflow."""
+    options = plan.options
     # the differences, halved; of -x where the scale is negative
     if scale is None:
         scale = options.scale
@@ -85,10 +88,10 @@ def _from_halves(options, x, scale, visible, sink) -> Result:
         scale = scale.astype(x.dtype)
         sign = jnp.where(scale < 0, -1, 1).astype(x.dtype)
     scale, half, hiding = sign * scale, sign / 2 * x, None
-    if options.scale is None and visible is not None and sink is None and targets.is_one_cpu():
+    if plan.hidden_by_a_sum:
         scale, half, hiding = _hidden_by_a_sum(scale, half, visible)
         visible = None
-    top, live = _top(options, half if visible is None else jnp.where(visible, half, -jnp.inf), sink)
+    top, live = _top(plan, half if visible is None else jnp.where(visible, half, -jnp.inf), sink)
     top = top if live is None else jnp.where(live, top, 0)
     half = half - top
 
@@ -114,7 +117,7 @@ def _hidden_by_a_sum(scale, half, visible) -> tuple[jax.Array, jax.Array, jax.Ar
     return jnp.where(is_finite, scale, 0), half, jnp.where(visible, 0, -jnp.inf).astype(dtype)
 
 
-def _top(options, z, sink) -> tuple[jax.Array, jax.Array | None]:
+def _top(plan, z, sink) -> tuple[jax.Array, jax.Array | None]:
     """Returns the maximum of `z`, at least the least finite number; with a sink also where it is not -inf.
 
     Without a sink, the maximum starts at the least finite number: with an operation between maximum and
@@ -122,11 +125,13 @@ def _top(options, z, sink) -> tuple[jax.Array, jax.Array | None]:
     twice in slower loops. Over one entry, or one entry a device, XLA drops the start, so there each entry is
     raised to that number.
     """
-    axis, least, z = options.axis % z.ndim, jnp.asarray(jnp.finfo(z.dtype).min, z.dtype), lax.stop_gradient(z)
+    axis, least, z = (
+        plan.options.axis % z.ndim,
+        jnp.asarray(jnp.finfo(z.dtype).min, z.dtype),
+        lax.stop_gradient(z),
+    )
     if sink is None:
-        length = z.shape[axis]
-        keeps_start = isinstance(length, int) and length > 1 and targets.is_one_cpu()
-        z = z if keeps_start else jnp.maximum(z, least)
+        z = z if plan.finite_start else jnp.maximum(z, least)
         return jnp.expand_dims(lax.reduce(z, least, lax.max, (axis,)), axis), None
     top = z.max(axis, keepdims=True, initial=-jnp.inf)
     return jnp.maximum(top, least), top != -jnp.inf

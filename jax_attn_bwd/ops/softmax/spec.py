@@ -1,4 +1,4 @@
-"""Options, plan and residuals of the scaled masked softmax.
+"""Options, operands and residuals of the scaled masked softmax.
 
 Shapes: x and y have any shape; "a row" is what the softmax runs over, along `axis`; row values have the
 shape of x with 1 at `axis`.
@@ -41,14 +41,6 @@ class Options:
     def hides(self) -> bool:
         """Tells whether causality or a window hide entries."""
         return self.is_causal or self.window is not None
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Everything static of a call: what is computed, and the name of the implementation that runs."""
-
-    options: Options
-    implementation: str
 
 
 class Operands(NamedTuple):

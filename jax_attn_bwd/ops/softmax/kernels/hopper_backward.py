@@ -12,14 +12,15 @@ import jax.numpy as jnp
 from jax_attn_bwd._core import mosaic_gpu, pallas
 from jax_attn_bwd.ops.softmax.kernels import rules as kernel_rules
 from jax_attn_bwd.ops.softmax.kernels.hopper_forward import Block, Tiling, collapse, padded_width, run, view
-from jax_attn_bwd.ops.softmax.spec import Options, Residuals
+from jax_attn_bwd.ops.softmax.plan import Plan
+from jax_attn_bwd.ops.softmax.spec import Residuals
 
 _ELEMENTS = 4096  # of a tile: y and dy take 64 registers of a thread
 
 
-def backward(options: Options, residuals: Residuals, dy: jax.Array) -> dict[str, jax.Array]:
+def backward(plan: Plan, residuals: Residuals, dy: jax.Array) -> dict[str, jax.Array]:
     """Computes the gradients of the operands in `residuals.wanted`, by name."""
-    return _backward(options, pallas.is_interpreted(mosaic_gpu.NAME), residuals, dy)
+    return _backward(plan.options, pallas.is_interpreted(mosaic_gpu.NAME), residuals, dy)
 
 
 @partial(jax.jit, static_argnums=(0, 1))

@@ -45,6 +45,7 @@ from jax_attn_bwd._core.mosaic_gpu import launch
 from jax_attn_bwd._core.numerics import finite
 from jax_attn_bwd._core.pallas import out_type, vary_alike
 from jax_attn_bwd.ops.softmax.kernels import rules as kernel_rules
+from jax_attn_bwd.ops.softmax.plan import Plan
 from jax_attn_bwd.ops.softmax.spec import Operands, Options, Result
 
 NARROW = 2048  # widest rows that one warp holds whole
@@ -412,9 +413,9 @@ def run(
 supports = partial(kernel_rules.unsupported, dtypes=_DTYPES)
 
 
-def forward(options: Options, operands: Operands) -> Result:
+def forward(plan: Plan, operands: Operands) -> Result:
     """Computes the softmax; see `supports`."""
-    return _forward(options, pallas.is_interpreted(mosaic_gpu.NAME), operands)
+    return _forward(plan.options, pallas.is_interpreted(mosaic_gpu.NAME), operands)
 
 
 @partial(jax.jit, static_argnums=(0, 1))

@@ -11,12 +11,13 @@ import jax.numpy as jnp
 from jax_attn_bwd._core import mosaic_tpu, pallas
 from jax_attn_bwd.ops.softmax.kernels import rules as kernel_rules
 from jax_attn_bwd.ops.softmax.kernels.tpu_forward import as_rows, over_columns, run
-from jax_attn_bwd.ops.softmax.spec import Options, Residuals
+from jax_attn_bwd.ops.softmax.plan import Plan
+from jax_attn_bwd.ops.softmax.spec import Residuals
 
 
-def backward(options: Options, residuals: Residuals, dy: jax.Array) -> dict[str, jax.Array]:
+def backward(plan: Plan, residuals: Residuals, dy: jax.Array) -> dict[str, jax.Array]:
     """Computes the gradients of the operands in `residuals.wanted`, by name."""
-    return _backward(options, pallas.is_interpreted(mosaic_tpu.NAME), residuals, dy)
+    return _backward(plan.options, pallas.is_interpreted(mosaic_tpu.NAME), residuals, dy)
 
 
 @partial(jax.jit, static_argnums=(0, 1))

@@ -19,6 +19,7 @@ from jax_attn_bwd._core import masks, mosaic_tpu, pallas
 from jax_attn_bwd._core.mosaic_tpu import LANES, ZERO
 from jax_attn_bwd._core.numerics import finite
 from jax_attn_bwd.ops.softmax.kernels import rules as kernel_rules
+from jax_attn_bwd.ops.softmax.plan import Plan
 from jax_attn_bwd.ops.softmax.spec import Operands, Options, Result
 
 _DTYPES = ("float32", "bfloat16")
@@ -117,9 +118,9 @@ def over_columns(shape: tuple[int, int], step: Callable[[Any, Any], Any], carry:
 supports = partial(kernel_rules.unsupported, dtypes=_DTYPES)
 
 
-def forward(options: Options, operands: Operands) -> Result:
+def forward(plan: Plan, operands: Operands) -> Result:
     """Computes the softmax; see `supports`."""
-    return _forward(options, pallas.is_interpreted(mosaic_tpu.NAME), operands)
+    return _forward(plan.options, pallas.is_interpreted(mosaic_tpu.NAME), operands)
 
 
 @partial(jax.jit, static_argnums=(0, 1))
