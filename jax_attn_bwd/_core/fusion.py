@@ -14,9 +14,38 @@ from jax import lax
 from jax.experimental.xla_metadata import set_xla_metadata
 
 from jax_attn_bwd._core import targets
+from jax_attn_bwd._core.choices import Rule
 from jax_attn_bwd._core.numerics import accumulator_dtype
 from jax_attn_bwd._core.sharding import explicit_spec
 
+COMPUTED_ONCE = Rule(
+    "computed_once",
+    "CPU, one device where it may be gathered: what a rule reads twice stands behind a barrier",
+    "What makes an operand is computed once, not for each loop that reads it: a sine in front 2 to 10 times.",
+)
+BARRIER_AS_A_CALL = Rule(
+    "barrier_as_a_call",
+    "CPU: a barrier is a call that is not inlined",
+    "`lax.optimization_barrier` is dropped before fusion.",
+    until="0.12",
+)
+ROUNDED_BEHIND_A_BARRIER = Rule(
+    "rounded_behind_a_barrier",
+    "GPU, what rounding takes is asked for",
+    "XLA:GPU reads a number that is narrowed and widened again as it was: what rounding took would be 0.",
+    "accuracy",
+)
+READ_IN_ONE_KERNEL = Rule(
+    "read_in_one_kernel",
+    "GPU, rows of up to 16,384 whose sum meets them again",
+    "XLA:GPU makes one kernel of the softmax's backward instead of two that both read all.",
+)
+BIAS_BY_BLOCKS = Rule(
+    "bias_by_blocks",
+    "CPU, a bias whose -inf hides keys",
+    "Which keys are seen is reduced block after block; sums over heads and queries took 1.2 of the forward.",
+)
+RULES = (COMPUTED_ONCE, BARRIER_AS_A_CALL, ROUNDED_BEHIND_A_BARRIER, READ_IN_ONE_KERNEL, BIAS_BY_BLOCKS)
 _ROW_OF_ONE_KERNEL = 16384  # XLA:GPU reduces longer rows in two kernels
 
 
@@ -28,7 +57,7 @@ def barrier(operands: Any) -> Any:
     takes its place there. Tangents go past it. JAX 0.12 cannot transpose a barrier where some of its tangents
     are known to be zero, as under `jax.checkpoint`.
     """
-    if jax.__version_info__ >= (0, 12) or targets.platform() != "cpu":
+    if not BARRIER_AS_A_CALL.holds(jax.__version_info__ < (0, 12) and targets.platform() == "cpu"):
         return lax.optimization_barrier(operands)
     with set_xla_metadata(inlineable="false"):
         return _as_they_are(operands)
@@ -67,8 +96,10 @@ def kept_whole(x: jax.Array, may_be_gathered: bool) -> jax.Array:
     gather has none, since it would be gathered anew behind each. For a GPU a barrier would part what makes
     `x` from what brings it to a kernel: one more pass over it.
     """
+    if not isinstance(x, jax.core.Tracer):
+        return x
     on_cpu = targets.is_one_cpu() if may_be_gathered else targets.platform() == "cpu"
-    return barrier(x) if on_cpu and isinstance(x, jax.core.Tracer) else x
+    return barrier(x) if COMPUTED_ONCE.holds(on_cpu) else x
 
 
 def rounded(x: jax.Array, dtype: Any) -> jax.Array:
@@ -78,7 +109,12 @@ def rounded(x: jax.Array, dtype: Any) -> jax.Array:
     would be 0 there.
     """
     narrow = x.astype(dtype)
-    return barrier(narrow) if targets.platform() == "gpu" else narrow
+    return barrier(narrow) if ROUNDED_BEHIND_A_BARRIER.holds(targets.platform() == "gpu") else narrow
+
+
+def reduces_as_it_lies() -> bool:
+    """Tells whether a reduction of an array that is there already is better than one block after block."""
+    return not BIAS_BY_BLOCKS.holds(targets.platform() == "cpu")
 
 
 def read_in_one_kernel(x: jax.Array, axis: int) -> jax.Array:
@@ -90,7 +126,7 @@ def read_in_one_kernel(x: jax.Array, axis: int) -> jax.Array:
     the same number, of a reduction that has such an operand. It stands behind a barrier, which is read as it
     was rounded: else XLA would keep the wide numbers, too.
     """
-    if targets.platform() != "gpu":
+    if not READ_IN_ONE_KERNEL.holds(targets.platform() == "gpu"):
         return x
     length, is_sharded = x.shape[axis], explicit_spec(x)[axis] is not None
     if axis == -1 and not is_sharded and isinstance(length, int) and 0 < length <= _ROW_OF_ONE_KERNEL:

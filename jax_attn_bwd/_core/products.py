@@ -13,7 +13,54 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_attn_bwd._core import targets
+from jax_attn_bwd._core.choices import Rule
 from jax_attn_bwd._core.sharding import explicit_mesh, explicit_spec
+
+NARROW_AS_A_CALL = Rule(
+    "narrow_product_as_a_call",
+    "CPU, a product of narrow matrices in a wider dtype: a call of its own, else they are widened",
+    "XLA:CPU merges transpositions into a dot of narrow factors, and then refuses to run it.",
+    "crash",
+)
+WIDE_DERIVATIVES = Rule(
+    "wide_derivatives",
+    "CPU, narrow queries: derivatives of logits stay wide as factors",
+    "Terms cancel where keys or values have a mean: rounded, the error in bfloat16 was 3 times `jax.nn`'s.",
+    "accuracy",
+)
+AXES_OF_ONE = Rule(
+    "sums_without_axes_of_one",
+    "one CPU, an axis of length 1 beside the summed one",
+    "Up to 50 times as slow otherwise.",
+    until="0.11",
+)
+ROUNDED_BY_KERNELS = Rule(
+    "rounded_by_kernels",
+    "GPU, strips, no precision asked for: a wide factor is rounded by the product that reads it",
+    "Saves one pass over the probabilities: 6 bytes an element.",
+    "memory",
+)
+RULES = (NARROW_AS_A_CALL, WIDE_DERIVATIVES, AXES_OF_ONE, ROUNDED_BY_KERNELS)
+_ROUNDED = {  # products whose kernels round wide factors as they read them; TF32 has the mantissa of float16
+    "bfloat16": lax.DotAlgorithmPreset.BF16_BF16_F32,
+    "float16": lax.DotAlgorithmPreset.TF32_TF32_F32,
+}
+
+
+def factor_dtype(wide: Any, narrow: Any) -> Any:
+    """Returns the dtype of derivatives of logits as factors of a product whose other factor is `narrow`."""
+    return wide if WIDE_DERIVATIVES.holds(wide != narrow and targets.platform() == "cpu") else narrow
+
+
+def rounded_product(subscripts: str, wide: jax.Array, narrow: jax.Array, precision: Any) -> jax.Array:
+    """Multiplies with `wide` rounded to the dtype of `narrow`, on a GPU by the kernel that reads it."""
+    dtype, algorithm = wide.dtype, _ROUNDED.get(str(narrow.dtype))
+    may_round = precision is None and algorithm is not None and targets.platform() == "gpu"
+    if ROUNDED_BY_KERNELS.holds(may_round):
+        narrow, precision = narrow.astype(dtype), algorithm
+    else:
+        wide = wide.astype(narrow.dtype)
+    return product(subscripts, wide, narrow, precision=precision, preferred_element_type=dtype)
 
 
 def product(
@@ -64,15 +111,12 @@ def einsum(subscripts: str, x: jax.Array, y: jax.Array, **options: Any) -> jax.A
 
 
 def sum_of_products(x: jax.Array, y: jax.Array, axis: int = -1, keepdims: bool = False) -> jax.Array:
-    """Returns the sums of `x * y`, two arrays of one rank, over an axis.
-
-    XLA:CPU of JAX 0.10 takes up to 50 times as long where another axis has length 1: those are dropped.
-    """
+    """Returns the sums of `x * y`, two arrays of one rank, over an axis."""
     axis %= x.ndim
     lengths = enumerate(zip(x.shape, y.shape, strict=True))
     ones = tuple(i for i, both in lengths if both == (1, 1) and i != axis)
-    is_slow = jax.__version_info__ < (0, 11) and targets.is_one_cpu() and explicit_mesh((x, y)) is None
-    if not (is_slow and ones):
+    is_slow = jax.__version_info__ < (0, 11) and bool(ones) and explicit_mesh((x, y)) is None
+    if not AXES_OF_ONE.holds(is_slow and targets.is_one_cpu()):
         return (x * y).sum(axis, keepdims=keepdims)
     found = (lax.squeeze(x, ones) * lax.squeeze(y, ones)).sum(axis - sum(i < axis for i in ones))
     found = lax.expand_dims(found, sorted((*ones, axis)))
@@ -105,7 +149,8 @@ def _narrow_product(
     dtype = preferred_element_type
     own_x, own_y = _own_axes(x, kept_x, summed_x), _own_axes(y, kept_y, summed_y)
     sizes_x, sizes_y = [x.shape[axis] for axis in own_x], [y.shape[axis] for axis in own_y]
-    if 1 in (math.prod(sizes_x), math.prod(sizes_y)) or explicit_mesh((x, y)) is not None:
+    is_vector, is_placed = 1 in (math.prod(sizes_x), math.prod(sizes_y)), explicit_mesh((x, y)) is not None
+    if not NARROW_AS_A_CALL.holds(not (is_vector or is_placed)):
         return lax.dot_general(x.astype(dtype), y.astype(dtype), axes, precision)
 
     y_is_turned = y.ndim - 1 in summed_y

@@ -14,7 +14,7 @@ from jax_attn_bwd.ops.dot_product import engine
 from jax_attn_bwd.ops.dot_product import tangent as written_tangent
 from jax_attn_bwd.ops.dot_product.arguments import prepare, require_floats
 from jax_attn_bwd.ops.dot_product.engine import IMPLEMENTATIONS as IMPLEMENTATIONS
-from jax_attn_bwd.ops.dot_product.plan import Materialized, Plan, has_one_row
+from jax_attn_bwd.ops.dot_product.plan import Plan
 from jax_attn_bwd.ops.dot_product.spec import (
     DIFFERENTIABLE,
     DotProductAttentionGrads,
@@ -308,9 +308,7 @@ _READ_TWICE = ("query", "key", "value")  # in the forward and in the backward
 
 def _computed_once(plan: Plan, operands: Operands) -> Operands:
     """Puts what is read twice behind barriers; of one row a single copy is, which all products read."""
-    if isinstance(plan.schedule, Materialized) and has_one_row(operands.sizes):
-        return operands
-    return fusion.computed_once(operands, _READ_TWICE)
+    return operands if plan.reads_one_row else fusion.computed_once(operands, _READ_TWICE)
 
 
 def _primal(plan: Plan, operands: Operands) -> tuple[jax.Array, jax.Array]:

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_attn_bwd._core import dropout, targets
+from jax_attn_bwd._core import dropout
 from jax_attn_bwd._core.numerics import accumulator_dtype, moved, to_rank
-from jax_attn_bwd._core.products import product
+from jax_attn_bwd._core.products import factor_dtype, product
 from jax_attn_bwd.ops.dot_product import layout, mod_functions
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options
 
@@ -48,12 +48,8 @@ class Block:
 
     @property
     def dlogits_dtype(self) -> Any:
-        """The dtype of derivatives of logits as factors of a product: on a CPU the accumulator's.
-
-        The terms of such a product cancel where keys or values have a mean. Of rounded ones the error was, in
-        bfloat16, three times that of `jax.nn`, which does not round them there.
-        """
-        return self.dtype if targets.platform() == "cpu" else self.q.dtype
+        """The dtype of derivatives of logits as factors of a product."""
+        return factor_dtype(self.dtype, self.q.dtype)
 
     @property
     def product(self) -> dict[str, Any]:

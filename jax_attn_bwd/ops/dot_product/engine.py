@@ -82,8 +82,7 @@ def plan(operator: str, implementation: str | None, options: Options, operands: 
       ValueError: there is no such implementation.
       NotImplementedError: it cannot run this block; the message begins with `operator` and says why.
     """
-    chosen = backend.select(operator, IMPLEMENTATIONS, implementation, options, operands)
-    return planned(chosen.name, options, operands)
+    return backend.planned(operator, IMPLEMENTATIONS, implementation, options, operands, planned)
 
 
 def implementation(plan: Plan) -> backend.Implementation:

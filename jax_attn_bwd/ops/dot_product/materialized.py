@@ -14,14 +14,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_attn_bwd._core import float_leaves, targets
+from jax_attn_bwd._core import float_leaves
 from jax_attn_bwd._core.numerics import finite, lost_to, moved, reduce_to, to_rank
 from jax_attn_bwd._core.products import einsum, sum_of_products
 from jax_attn_bwd.ops.dot_product import layout, mod_functions, row_terms, visibility
 from jax_attn_bwd.ops.dot_product.block import Block, dropout_factors
 from jax_attn_bwd.ops.dot_product.devices import with_whole_keys
 from jax_attn_bwd.ops.dot_product.online_softmax import log_sum
-from jax_attn_bwd.ops.dot_product.plan import Materialized, Plan, has_one_row, product_dtype
+from jax_attn_bwd.ops.dot_product.plan import PLAIN, Forms, Materialized, Plan, product_dtype
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options, Result, Wanted
 from jax_attn_bwd.ops.dot_product.tiles import places, unpoisoned
 
@@ -32,6 +32,7 @@ class Plane(Block):
 
     operands: Operands
     live: jax.Array | None  # [..., K|1, G|1, T], queries that see something; None = all
+    forms: Forms
 
     @cached_property
     def scaled_q(self) -> jax.Array:
@@ -56,7 +57,7 @@ class Plane(Block):
         return multiply(self.scaled_q) if self.q.dtype == self.dtype else super().by_queries(multiply)
 
 
-def plane(options: Options, operands: Operands) -> Plane:
+def plane(options: Options, operands: Operands, forms: Forms = PLAIN) -> Plane:
     """Brings the operands into the layout of a plane, once for all that is computed of it."""
     # The factors, without poison; those who ask for a plane alone may have their keys on several devices.
     operands = with_whole_keys(operands)
@@ -68,10 +69,9 @@ def plane(options: Options, operands: Operands) -> Plane:
     given = visibility.tile_mask(operands.mask, operands.bias, sizes)
     seen = visibility.of_whole(given, len(sizes.batch))
     read = places(options, given, None, None, (sizes.T, sizes.S), seen)
-    product = _vector_last if targets.platform() == "cpu" and has_one_row(sizes) else einsum
-    return Plane(
-        options, q, k, v, given.bias, seen, *read, draw, einsum=product, operands=operands, live=live
-    )
+    product = _vector_last if forms.vector_last else einsum
+    own: Any = dict(operands=operands, live=live, forms=forms)
+    return Plane(options, q, k, v, given.bias, seen, *read, draw, einsum=product, **own)
 
 
 def _vector_last(subscripts: str, x: jax.Array, y: jax.Array, **options: Any) -> jax.Array:
@@ -100,10 +100,9 @@ def _softmax(plane: Plane, logits: jax.Array) -> _Rows:
     """Computes the softmax of the rows, and the sink."""
     # Written as `jax.nn.softmax` is: XLA:CPU hands maximum, difference and exponential to one library loop
     # where nothing else reads the maximum, and nothing stands behind it.
-    # The maximum of a row that sees nothing must be finite: there it starts so, but over a single key, where
-    # XLA drops the start.
+    # The maximum of a row that sees nothing must be finite: it starts so, or is made so.
     may_be_empty = plane.live is not None
-    starts_finite = may_be_empty and logits.shape[-1] != 1 and targets.is_one_cpu()
+    starts_finite = may_be_empty and plane.forms.finite_start
     m = _greatest_from_least(logits) if starts_finite else logits.max(-1, keepdims=True)
     sink = None
     if plane.operands.sink is not None:
@@ -144,7 +143,7 @@ def forward(plan: Plan, schedule: Materialized, operands: Operands) -> Result:
     """Computes attention over all keys, with its row values."""
     # The softmax, and lse with what rounding takes from it.
     operands = _in_reach(schedule, operands)
-    whole = plane(plan.options, operands)
+    whole = plane(plan.options, operands, plan.forms)
     e, m, l, empty = _softmax(whole, whole.logits(whole.scaled_product())[0])
     lse, low = log_sum(m, l)
     if empty is not None:
@@ -196,7 +195,7 @@ def _of_reached_keys(
             dlse = layout.split_rows(row_terms.finite_rows(options, operands, result.lse, dlse), groups)
 
         # Probabilities [..., K, G, T, S] from a softmax of their own; dv needs no more.
-        whole = plane(options, operands)
+        whole = plane(options, operands, plan.forms)
         dout = dout if whole.live is None else jnp.where(whole.live[..., None], dout, 0)
         p = probabilities(whole, None)
         if names <= {"value"}:
@@ -208,7 +207,7 @@ def _of_reached_keys(
     else:
         # Probabilities [..., K, G, T, S] by the lse of all keys, and delta by their output.
         dout, delta = row_terms.of_backward(options, operands, result, dout, dlse)
-        whole = plane(options, operands)
+        whole = plane(options, operands, plan.forms)
         live_dout, live_delta = row_terms.in_live_rows(whole.live, dout, delta)
         names = names - {"sink"}
         dp = whole.through_values(live_dout) if names - {"value"} else None

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from jax_attn_bwd._core import split, targets
+from jax_attn_bwd._core.choices import Rule, Way
 from jax_attn_bwd._core.numerics import accumulator_dtype
 from jax_attn_bwd._core.sharding import auto_devices, axis_size, explicit_spec
 from jax_attn_bwd._core.split import Pieces
@@ -20,9 +21,109 @@ from jax_attn_bwd.ops.dot_product import mod_functions
 from jax_attn_bwd.ops.dot_product.mask import AXES
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options, Sizes
 
-TILE_LOGITS = 1 << 20  # 4 MiB: 1.1 to 1.5 times as fast on two cores as the whole batch at once
-MATERIALIZED_LOGITS = 1 << 21  # 8 MiB of one batch slice: up to there as fast as tiles, and compiled faster
-FEW_KEYS = 4  # for each channel of a head: a row of logits then is not much longer than its query
+WAYS = (
+    Way(
+        "whole plane",
+        "materialized.py",
+        "up to 2 M logits of a slice of the batch and 1 M of a head",
+        "as fast as tiles, compiled sooner, fused with what stands around",
+    ),
+    Way("tiles", "tiles.py", "everything else on CPUs and TPUs; on GPUs functions, dropout, symbolic sizes"),
+    Way(
+        "strips",
+        "strips.py",
+        "GPU: what shapes alone decide",
+        "0.81 of the plain formula's bytes (tiles: 1.22), causal 0.62 (0.74), compiled for an H200",
+        "33319bc",
+    ),
+    Way(
+        "strips of a few widths",
+        "strips.py",
+        "GPU: what arrays leave of the plane",
+        "four documents 0.25 of the plain formula's bytes (tiles: 0.49), compiled for an H200",
+        "d89cd43",
+    ),
+    Way(
+        "planes of a few heads",
+        "strips.py",
+        "GPU: a bias of all elements",
+        "0.83 to 1.07 of the plain formula's bytes (tiles: 1.05 to 1.91), compiled for an H200",
+        "039fc23",
+    ),
+    Way("Hopper's kernels", "kernels/hopper_*.py", "H100, H200: bfloat16 and float16"),
+    Way("cuDNN", "kernels/cudnn*.py", "NVIDIA GPUs, by name or where bits may vary"),
+    Way("TPU kernels", "kernels/tpu_*.py", "TPU v5e and later, where proven"),
+)
+
+FEW_KEYS = Rule(
+    "few_keys",
+    "CPU, up to 4 keys for each channel of a head: a whole plane up to 8 M logits of a slice",
+    "A row of logits is not much longer than its query: tiles of it save nothing.",
+)
+BATCH_SLICES = Rule(
+    "batch_slices",
+    "one CPU: so many batch entries at a time that their logits take 4 MiB, where that saves more than 8 MiB",
+    "1.1 to 1.5 times as fast on two cores as the whole batch at once.",
+)
+SMALL_TILES = Rule(
+    "small_tiles", "CPU, 64 heads or more in a slice: tiles of 128 x 128", "A tile of all heads fits a cache."
+)
+NARROW_TILES = Rule(
+    "narrow_tiles",
+    "a window, or a `mask_mod` known at trace time, that hides much of a wide tile: tiles as wide as high",
+    "A narrow band crosses fewer elements of narrow tiles.",
+)
+KEYS_IN_REACH = Rule(
+    "keys_in_reach",
+    "one CPU, a whole plane: keys behind the last that a band lets some query see are left out",
+    "Causal 32 x 64 takes 0.56 of its step, 100 x 200 0.6 (ed57823).",
+)
+NARROW_PRODUCTS = Rule(
+    "narrow_products",
+    "a CPU that multiplies bfloat16, heads of 64 or more, several rows: factors stay bfloat16",
+    "A step takes 0.6 to 1 of the time (c5ed7f4).",
+)
+VECTOR_LAST = Rule(
+    "vector_last",
+    "CPU, one query for each key head: products read keys and values in one order, which no barrier precedes",
+    "32 x 1 x 16 behind a GELU takes 0.7 of its step (3e2ca05).",
+)
+FINITE_START = Rule(
+    "attention_finite_start",
+    "one CPU, rows that may be empty, several keys: the maximum starts at the least finite number",
+    "XLA takes it and the exponential into one loop (eb8e413).",
+)
+KEPT_ROUNDING = Rule(
+    "kept_rounding",
+    "CPU, narrow dtypes: what rounding takes from `out`, and from narrow p, is kept",
+    "Values of mean 3: the gradient of queries is off by 0.26% of its largest entry, without it by 1.8%.",
+    "accuracy",
+)
+STRIPS = Rule(
+    "strips", "GPU, larger than a plane, neither functions nor dropout", "see the table of ways", "memory"
+)
+FOLDED_PARTS = Rule(
+    "folded_parts",
+    "causal queries cut over devices, larger than a plane: a part is an early and a late stretch",
+    "All parts have the same work; they exchange half of all rows.",
+)
+RULES = (
+    FEW_KEYS,
+    BATCH_SLICES,
+    SMALL_TILES,
+    NARROW_TILES,
+    KEYS_IN_REACH,
+    NARROW_PRODUCTS,
+    VECTOR_LAST,
+    FINITE_START,
+    KEPT_ROUNDING,
+    STRIPS,
+    FOLDED_PARTS,
+)
+
+TILE_LOGITS = 1 << 20  # of a slice: 4 MiB
+MATERIALIZED_LOGITS = 1 << 21  # of one batch slice: 8 MiB
+KEYS_PER_CHANNEL = 4  # of a head, that are few
 MOST_OF_FEW_KEYS = 1 << 23  # logits of one batch slice, where a row has so few
 MATERIALIZED_PLANE = 1 << 20  # logits of one head: from there on tiles are faster, causal or not
 LEAST_STRIP, MOST_STRIPS, MOST_PIECES = 256, 16, 32  # pieces: of strips, with the slices of their heads
@@ -30,7 +131,7 @@ STRIP_LOGITS = 1 << 21  # of a batch entry and head: an eighth of a plane of 4,0
 SLICE_LOGITS = 1 << 27  # of all heads of a strip: 512 MiB in float32
 BIAS_LOGITS = 1 << 28  # likewise with a bias: each cut copies a part of it, and of its gradient
 TURN_LOGITS = 1 << 23  # least of one block of all heads that are computed at once: 32 MiB
-NARROW_HEAD = 64  # from where on a CPU that has products of bfloat16 takes 0.6 to 1 of the time with them
+NARROW_HEAD = 64  # the least whose products are narrow: rounding shorter ones takes as long as it saves
 GPU_TILE = 1024  # rows and columns of a tile, on a TPU's portable path too
 LEAST_TILE = 64  # rows and columns: smaller tiles take longer to walk over than to compute
 
@@ -41,6 +142,11 @@ class Materialized:
 
     batch_slices: int = 1  # of the first batch axis, one after the other
     keys: int | None = None  # the first ones, all that some query sees; None = not counted
+
+    @property
+    def way(self) -> str:
+        """How a call is computed, for `explain`."""
+        return "whole plane" if self.keys is None else f"whole plane of the first {self.keys} keys"
 
 
 @dataclass(frozen=True)
@@ -63,6 +169,11 @@ class Tiles(_Blocks):
     batch_slices: int = 1
     parts: int = 1  # of the queries, this being one of them: they walk in step, see `_core.split`
 
+    @property
+    def way(self) -> str:
+        """How a call is computed, for `explain`."""
+        return f"tiles of {self.block_q} x {self.block_k}"
+
 
 @dataclass(frozen=True)
 class Strips(_Blocks):
@@ -70,6 +181,15 @@ class Strips(_Blocks):
 
     head_slices: int = 0  # of batch and heads of a device, one axis of strips; 0 = axes of their own
     runtime_extent: bool = False  # which of a few widths a strip has is told at run time
+    planes: bool = False  # a strip is a whole plane, beside a bias of all elements
+
+    @property
+    def way(self) -> str:
+        """How a call is computed, for `explain`."""
+        if self.planes:
+            return f"planes of a few heads, {self.head_slices} slices"
+        name = "strips of a few widths" if self.runtime_extent else "strips"
+        return f"{name}, {self.block_q} rows, {self.block_k} keys"
 
 
 # How the portable path cuts the plane: this changes speed and rounding, never the meaning.
@@ -89,31 +209,34 @@ def default_schedule(operands: Operands, sizes: Sizes, parts: int = 1) -> Materi
     # Tiles that caches hold; on one CPU so many batch entries at a time that a tile of all fits, too.
     block_q, block_k = (256, 512) if on_cpu else (GPU_TILE, GPU_TILE)  # not measured but on a CPU
     slices = 1
+    is_sharded = not on_cpu or _may_be_sharded(operands.query)
     if on_cpu:
         heads = math.prod(batch) * sizes.N
-        if not _may_be_sharded(operands.query):
+        if not is_sharded:
             plane = _even_block(T, block_q) * _even_block(S, block_k)
             slices = _batch_slices(batch, sizes.N * plane)
-        if isinstance(heads, int) and heads >= 64 * slices:
+        if SMALL_TILES.holds(isinstance(heads, int) and heads >= 64 * slices):
             block_q, block_k = 128, 128
 
     # Narrow tiles where much of wide ones is hidden.
+    narrow = on_cpu and mask.window is None and _visits_less(operands, sizes, block_q, block_q, than=block_k)
     if mask.window is not None:
         left, right = mask.window
-        if left + (0 if mask.is_causal else right) < block_k:
-            block_k = block_q  # a narrow band crosses fewer elements of narrow tiles
-    elif on_cpu and _visits_less(operands, sizes, block_q, block_q, than=block_k):
+        narrow = left + (0 if mask.is_causal else right) < block_k
+    if NARROW_TILES.holds(narrow):
         block_k = block_q
 
     # One tile of it all where the plane is small, or on a CPU its keys are few: there tiles save nothing.
     all_sizes, channels = (parts, *batch, sizes.N, T, S), (operands.key.shape[-1], operands.value.shape[-1])
     known = all(isinstance(n, int) for n in (*all_sizes, *channels))
     most, planes = MATERIALIZED_LOGITS, slices
-    if known and on_cpu and FEW_KEYS * max(channels) >= S:
+    few = known and on_cpu and KEYS_PER_CHANNEL * max(channels) >= S
+    if FEW_KEYS.holds(few and math.prod(all_sizes) > MATERIALIZED_LOGITS):
         most = MOST_OF_FEW_KEYS
-        planes = 1 if _may_be_sharded(operands.query) else _batch_slices(batch, sizes.N * T * S)
+        planes = 1 if is_sharded else _batch_slices(batch, sizes.N * T * S)
     if known and T * S < MATERIALIZED_PLANE and 0 < math.prod(all_sizes) <= most * planes:
-        keys = None if _may_be_sharded(operands.query) else _keys_in_reach(operands)
+        keys = None if is_sharded else _keys_in_reach(operands)
+        keys = keys if KEYS_IN_REACH.holds(keys is not None) else None
         # Slices are there for the logits: not where keys or values have as many numbers.
         planes = planes if max(channels) < sizes.G * T else 1
         return Materialized(_worth_slices(planes, math.prod(all_sizes)), keys)
@@ -137,7 +260,7 @@ def on_gpu(schedule: Materialized | Tiles, options: Options, operands: Operands)
     others = options.dropout_rate > 0
     known = all(isinstance(n, int) and n > 0 for n in (*batch, T, S))
     is_small = isinstance(schedule, Materialized)
-    if targets.platform() != "gpu" or is_small or functions or others or not known:
+    if is_small or functions or others or not known or not STRIPS.holds(targets.platform() == "gpu"):
         return schedule
     if operands.bias is not None:
         return _with_bias(options, operands) or schedule
@@ -209,7 +332,7 @@ def _with_bias(options: Options, operands: Operands) -> Strips | None:
         return None
     slices = least * slices_of(entries * K // least, count(entries * K * logits, BIAS_LOGITS * least))
     has_room = entries * K * logits <= slices * BIAS_LOGITS and slices <= MOST_STRIPS
-    return Strips(T, S, slices) if has_room else None
+    return Strips(T, S, slices, planes=True) if has_room else None
 
 
 def _tells_entries_apart(mask: Any) -> bool:
@@ -252,12 +375,13 @@ def _visits_less(operands: Operands, sizes: Sizes, block_q: int, block_k: int, t
 def product_dtype(operands: Operands) -> Any:
     """Returns the dtype of factors: on a CPU narrow ones are widened, unless it has products of them.
 
-    Those of short heads are: there, rounding the probabilities takes as long as narrow products save. So are
-    those of one row, whose products are of a vector.
+    One row has products of a vector, which are wide.
     """
     dtype, heads = operands.query.dtype, (operands.query.shape[-1], operands.value.shape[-1])
+    if not _is_narrow(operands) or targets.platform() != "cpu":
+        return dtype
     is_long = not has_one_row(operands.sizes) and all(isinstance(n, int) and n >= NARROW_HEAD for n in heads)
-    is_narrow = targets.platform() != "cpu" or (is_long and targets.multiplies(dtype))
+    is_narrow = NARROW_PRODUCTS.holds(is_long and targets.multiplies(dtype))
     return dtype if is_narrow else accumulator_dtype(dtype)
 
 
@@ -309,7 +433,7 @@ def _batch_slices(batch: Sequence[Any], logits: Any) -> int:
 
 def _worth_slices(slices: int, logits: int) -> int:
     """Returns `slices`, or 1 where all have few `logits`: there, a loop over slices takes what it saves."""
-    return slices if logits > 2 * TILE_LOGITS else 1
+    return slices if BATCH_SLICES.holds(slices > 1 and logits > 2 * TILE_LOGITS) else 1
 
 
 def _even_block(length: Any, limit: int) -> int:
@@ -331,6 +455,31 @@ def count(length: Any, block: int) -> Any:
 
 
 @dataclass(frozen=True)
+class Forms:
+    """The forms of single steps of a whole plane.
+
+    Attributes:
+      vector_last: products of one row read keys and values in one order.
+      finite_start: the maximum of a row that may be empty starts at a finite number.
+    """
+
+    vector_last: bool = False
+    finite_start: bool = False
+
+
+PLAIN = Forms()
+
+
+def _forms(options: Options, operands: Operands) -> Forms:
+    """Decides the forms; XLA drops the start of a maximum over a single key."""
+    mask, one_cpu, sizes = operands.mask, targets.is_one_cpu(), operands.sizes
+    others = mask.mask_mod is not None or mask.is_banded or options.score_mod is not None
+    may_be_empty = others or operands.bias is not None or mask.has(*AXES)
+    vector_last = VECTOR_LAST.holds(has_one_row(sizes) and targets.platform() == "cpu")
+    return Forms(vector_last, FINITE_START.holds(one_cpu and may_be_empty and sizes.S != 1))
+
+
+@dataclass(frozen=True)
 class Plan:
     """Everything static of a call.
 
@@ -339,6 +488,7 @@ class Plan:
       implementation: the name of the one that runs.
       schedule: of the portable path, which also gives the derivatives of kernels' results.
       pieces: into which the portable path cuts the queries for devices; None = it does not.
+      forms: of the steps of a whole plane.
       out_in_two: whether what rounding takes from `out` is kept, whatever is differentiated.
       low_matters: whether it would be missed by some gradients, with what rounding takes from p.
       keeps_low: whether a kernel's forward keeps both.
@@ -348,6 +498,7 @@ class Plan:
     implementation: str
     schedule: Schedule
     pieces: Pieces | None = None
+    forms: Forms = PLAIN
     out_in_two: bool = False
     low_matters: bool = False
     keeps_low: bool = False
@@ -361,6 +512,21 @@ class Plan:
     def batch_slices(self) -> int:
         """The slices of the batch that are taken one after the other."""
         return 1 if isinstance(self.schedule, Strips) else self.schedule.batch_slices
+
+    @property
+    def reads_one_row(self) -> bool:
+        """Tells whether all products read one copy of keys and values, so that none is made before."""
+        return isinstance(self.schedule, Materialized) and self.forms.vector_last
+
+    @property
+    def way(self) -> str:
+        """How a call is computed, for `explain`."""
+        found, slices = [self.schedule.way], self.batch_slices
+        if slices > 1:
+            found.append(f"{slices} slices of the batch")
+        if self.pieces is not None:
+            found.append(f"{self.pieces.count} parts of the queries")
+        return ", ".join(found)
 
     def tiles(self, operands: Operands) -> Tiles:
         """Returns the tiles by which a call, or a part of it, is walked whatever the schedule."""
@@ -387,11 +553,13 @@ def plan(implementation: str, options: Options, operands: Operands) -> Plan:
     # An error of delta is one of the whole row of (8): where values have a mean, what rounding takes from
     # `out` is alike for all keys, and dq and dk feel it. On a CPU it is kept, and there are no strips; what
     # it costs elsewhere is not measured.
-    portable_on_cpu = implementation == "xla" and targets.platform() == "cpu"
-    in_two = portable_on_cpu and _is_narrow(operands)
+    is_kept = implementation == "xla" and _is_narrow(operands) and targets.platform() == "cpu"
+    in_two = KEPT_ROUNDING.holds(is_kept)
     # So is what rounding takes from p, where it is a factor in a narrow dtype.
     is_rounded = in_two and product_dtype(operands) == operands.query.dtype
-    return Plan(options, implementation, chosen, pieces, in_two, is_rounded or low_matters(options, operands))
+    low = is_rounded or low_matters(options, operands)
+    forms = _forms(options, operands) if isinstance(chosen, Materialized) else PLAIN
+    return Plan(options, implementation, chosen, pieces, forms, in_two, low)
 
 
 def _in_step(pieces: Pieces | None) -> int:
@@ -433,7 +601,7 @@ def _folded(
     least = min(schedule.block_q, LEAST_TILE if targets.platform() == "cpu" else GPU_TILE // 2)
     blocks = (block for block in (schedule.block_q, schedule.block_q // 2) if block >= least)
     block_q = next((block for block in blocks if rows % (2 * block) == 0), None)
-    if block_q is None:
+    if not FOLDED_PARTS.holds(block_q is not None):
         return schedule, pieces
     return replace(schedule, block_q=block_q), replace(pieces, folded=True)
 

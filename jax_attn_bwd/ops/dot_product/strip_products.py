@@ -13,18 +13,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_attn_bwd._core import fusion, targets
+from jax_attn_bwd._core import fusion
 from jax_attn_bwd._core.numerics import finite, to_rank
-from jax_attn_bwd._core.products import product
+from jax_attn_bwd._core.products import product, rounded_product
 from jax_attn_bwd.ops.dot_product import online_softmax as online
 from jax_attn_bwd.ops.dot_product.block import Block, scaled_product
 from jax_attn_bwd.ops.dot_product.plan import Strips
 from jax_attn_bwd.ops.dot_product.spec import Options
-
-_ROUNDED = {  # products whose kernels round wide factors as they read them; TF32 has the mantissa of float16
-    "bfloat16": lax.DotAlgorithmPreset.BF16_BF16_F32,
-    "float16": lax.DotAlgorithmPreset.TF32_TF32_F32,
-}
 
 
 def attended(
@@ -100,21 +95,11 @@ def shares(
 
     # Through the product with the values, and back to queries and keys.
     if "value" in wanted:
-        share["value"] = _rounded_product(options, "...ts,...th->...sh", p, dout)  # (5)
+        share["value"] = rounded_product("...ts,...th->...sh", p, dout, options.precision)  # (5)
     if wanted == {"value"}:
         return share
     dp = block.through_values(dout)
     return share | block.gradients(wanted - {"value"}, factor, dout, dp, delta)
-
-
-def _rounded_product(options: Options, axes: str, wide: jax.Array, narrow: jax.Array) -> jax.Array:
-    """Multiplies with `wide` rounded to the dtype of `narrow`, on a GPU by the kernel that reads it."""
-    precision = _ROUNDED.get(str(narrow.dtype)) if targets.platform() == "gpu" else None
-    if precision is None or options.precision is not None:
-        wide, precision = wide.astype(narrow.dtype), options.precision
-    else:
-        narrow = narrow.astype(wide.dtype)
-    return product(axes, wide, narrow, precision=precision, preferred_element_type=wide.dtype)
 
 
 def _block(options: Options, q: Any, k: Any, v: Any, seen: Any, bias: Any) -> Block:

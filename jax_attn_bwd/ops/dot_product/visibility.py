@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_attn_bwd._core import fusion, masks, targets
+from jax_attn_bwd._core import fusion, masks
 from jax_attn_bwd._core.numerics import to_rank
 from jax_attn_bwd._core.sharding import full_like_operands
 from jax_attn_bwd.ops.dot_product import layout, mod_functions
@@ -365,13 +365,11 @@ def _tells_by_diagonal(mask: Mask, bias: Any, T: Any, S: Any) -> bool:
 
 
 def _is_array(mask: Mask, bias: Any) -> bool:
-    """Tells whether an array alone decides: it is there already, its reductions take no memory.
-
-    On a CPU a bias is reduced block after block: the sums over its heads and queries took 1.2 of the forward.
-    """
+    """Tells whether an array alone decides: it is there already, its reductions take no memory."""
     others = "query_segment_ids", "mask_mod", "query_seq_lengths", "key_value_seq_lengths"
-    alone = bias is None or (not mask.has("elements") and targets.platform() != "cpu")
-    return alone and not mask.is_banded and not mask.has(*others)
+    if mask.is_banded or mask.has(*others) or (bias is not None and mask.has("elements")):
+        return False
+    return bias is None or fusion.reduces_as_it_lies()
 
 
 def _by_index(mask: Mask, T: Any, S: Any, batch_rank: int) -> tuple[Any, Any]:

@@ -71,7 +71,7 @@ def test_strips_beside_a_bias_are_whole_planes(lead, slices):
         of_keys = plan(
             "xla", PLAIN, Operands(x, x, x, jax.ShapeDtypeStruct((1, 1, 1024), jnp.float32))
         ).schedule
-    assert found == Strips(1024, 1024, slices) if slices else not isinstance(found, Strips)
+    assert found == Strips(1024, 1024, slices, planes=True) if slices else not isinstance(found, Strips)
     assert not isinstance(of_keys, Strips)
 
 
