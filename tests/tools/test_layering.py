@@ -85,9 +85,7 @@ LAYERS = (
     ("layers/*", "compat/*"),
     ("parallel/*",),
     ("__init__",),
-    ("enable",),
-    ("check",),
-    ("proof",),
+    ("check/*",),
 )
 DOORS = ("engine", "spec", "mask", "visibility", "arguments")  # what one operator imports of another
 RANKS = [(pattern, rank) for rank, row in enumerate(LAYERS) for pattern in row]
