@@ -1,7 +1,7 @@
 """The only dispatch: which implementation of an operator runs, and why the others do not.
 
 A name is an order. Where there is none, an implementation must take the call (`supports`), and a kernel must
-be picked by `proven.why_not_picked`: by the environment, else by the record of `check --enable` on that chip,
+be picked by `records.why_not_picked`: by the environment, else by the record of `check --enable` there,
 else by what `targets.GENERATIONS` says to have passed. The portable path is what is left.
 """
 
@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding
 
-from jax_attn_bwd._core import choices, console, pallas, proven, targets
+from jax_attn_bwd._core import choices, console, pallas, records, targets
 
 P = TypeVar("P")
 NAMES = ("xla", "mosaic_tpu", "mosaic_gpu", "cudnn")
@@ -136,13 +136,13 @@ def _why_not_picked(
     size, name = partial(_size, options, operands), operator.removesuffix("_bwd")
     varies = lambda i: i.any_order and options.deterministic_sums
     candidates = [
-        proven.Candidate(i.name, i.family, name, i.ran(), partial(size, i), varies(i)) for i in kernels
+        records.Candidate(i.name, i.family, name, i.ran(), partial(size, i), varies(i)) for i in kernels
     ]
-    return proven.why_not_picked(candidates, NAMES, tell)
+    return records.why_not_picked(candidates, NAMES, tell)
 
 
-def _size(options: Any, operands: Any, implementation: Implementation) -> proven.Size:
-    return proven.size_of(implementation.sized(options, operands))
+def _size(options: Any, operands: Any, implementation: Implementation) -> records.Size:
+    return records.size_of(implementation.sized(options, operands))
 
 
 class Reasons(dict[str, str]):
@@ -159,7 +159,7 @@ class Reasons(dict[str, str]):
         reasons: Mapping[str, str],
         refused: Mapping[str, str],
         ways: Sequence[choices.Choice],
-        size: proven.Size,
+        size: records.Size,
         title: str,
     ):
         super().__init__(reasons)

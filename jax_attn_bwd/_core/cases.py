@@ -37,7 +37,7 @@ class Case:
         where what takes long is run. "means" is compared in narrow dtypes alone, see `means`.
         "compile" is compiled for chips that are not there, by every implementation; "xla", "mosaic_gpu" or
         the name of a TPU, by that one; "A100" and "B200" for these by kernels that are not Hopper's alone;
-        with "table" the kernels are compiled for the pages of `bench/results`, not in every run of the tests.
+        with "table" the kernels are compiled for the pages of `tests/bench/results`, not in every run.
       dtype: of the floating arrays where a case is measured or compiled.
       dtypes: of arguments that have one of their own, whatever the others have.
       means: what is added to every entry of an argument, or of the cotangent of an output. Numbers without a

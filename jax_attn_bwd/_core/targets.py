@@ -22,7 +22,7 @@ class Generation(NamedTuple):
 
 
 # By implementation, the newest last. Kernels are picked by themselves only where they are proven: by a user's
-# own record (`proven.py`), or here. To turn a generation on for everyone, once `tests/gpu` has passed on such
+# own record (`records`), or here. To turn a generation on for everyone, once `tests/gpu` has passed on such
 # a device (for TPUs `check --enable`): `ran="<date>, <commit that passed there>"`, and the JAX it passed on.
 GENERATIONS = {
     "mosaic_tpu": (Generation("tpu", r"TPU ?v?([5-9]|\d\d)", "a TPU v5e, v5p, v6e or TPU7x", ""),),

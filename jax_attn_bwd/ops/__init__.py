@@ -5,9 +5,10 @@ checks; `spec` options, operands and residuals; `reference` the definition; `pla
 call; `forward`, `backward` and `tangent` the portable implementation, derivations first; `kernels` those of
 chips; `cases` the named inputs that tests, `check` and benchmarks read.
 
-A new operator is such a folder. `check`, proofs and the contract find it by its `cases`; its names stand in
-`jax_attn_bwd/__init__.py`, a row that times it in `bench/operators.py`, its page in `.docs/pages/operators`
-and the list of `mkdocs.yml`; cases that tests alone read in `tests/cases`, its own tests in `tests/ops`.
+A new operator is such a folder. `check` and the contract find it by its `cases`; its names stand in
+`jax_attn_bwd/__init__.py`, a row that times it in `tests/bench/operators.py`, its page in
+`.docs/pages/operators` and the list of `mkdocs.yml`; cases that tests alone read in `tests/cases`, its own
+tests in `tests/ops`.
 
 Dense attention has more ideas: `mask` who sees whom, `visibility` how that is read, `mod_functions` masks and
 scores as functions; three engines, `materialized` (small planes), `tiles` (loops over tiles) and `strips`

@@ -8,13 +8,13 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from bench import report
 from cases import discover
 
 from compile_only import __doc__ as description
 from compile_only import compiling, devices, gpu, scale, tpu, traffic_table
 from compile_only.programs import Program, registered
 from jax_attn_bwd._core import backend, console
-from jax_attn_bwd.bench import report
 
 TABLES: dict[str, dict[str, tuple[str, ...]]] = {
     # an H100 runs the H200's code

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from bench import report
 
 from compile_only import devices, gpu, programs, tpu, tpu_peers
 from compile_only.programs import Program
 from jax_attn_bwd._core import console, mosaic_tpu
 from jax_attn_bwd._core.cases import Case, Operator
-from jax_attn_bwd.bench import report
 
 WITHOUT_GPU = {"xla_gpu_enable_cub_radix_sort": False}  # the library's sort asks the GPU at hand
 # our kernels ask for as much themselves

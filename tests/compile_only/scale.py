@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from bench import report
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -35,7 +36,6 @@ from jax.sharding import PartitionSpec as P
 from compile_only import devices, pages, schedule
 from jax_attn_bwd import parallel
 from jax_attn_bwd._core import console
-from jax_attn_bwd.bench import report
 
 AXIS = "sequence"
 TOKENS_AT_ONCE = 16_384  # tokens of a device that go through the wide layer of a block together

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from bench import plain
 from cases import discover, shapes
 
 from compile_only import compiling, devices, gpu, pages, traffic
@@ -103,25 +104,21 @@ def _beside(operator: Operator, case: Case) -> Pair:
         return call(**dict(zip(types, arrays, strict=True)), **options)[0]
 
     ours = partial(first_output, operator.call, {**case.options, "implementation": "xla"})
-    plain = _PLAIN[operator.name](operator, case)
-    if plain is None:
-        plain = partial(first_output, operator.reference, case.options)
+    formula = _PLAIN[operator.name](operator, case)
+    if formula is None:
+        formula = partial(first_output, operator.reference, case.options)
     chips = CHIPS if operator.name in LINEAR else GPUS
-    return Pair(f"{operator.name}, {case.name}", ours, plain, tuple(types.values()), chips=chips)
+    return Pair(f"{operator.name}, {case.name}", ours, formula, tuple(types.values()), chips=chips)
 
 
 def _segments(operator: Operator, case: Case) -> Callable[..., Any]:
-    from jax_attn_bwd.bench import peers  # what it imports computes, before a platform is chosen
-
     types, options = tuple(shapes(case).values()), case.options
-    edges = peers.edges_of(options["graph"], types[0].shape[1], options["head_size"])
-    return peers.segments(edges, operator.name)
+    edges = plain.edges_of(options["graph"], types[0].shape[1], options["head_size"])
+    return plain.segment_ops(edges, operator.name)
 
 
 def _chunks(operator: Operator, case: Case) -> Callable[..., Any]:
-    from jax_attn_bwd.bench import peers
-
-    return partial(peers.chunk_form, case.options.get("l2_norm_epsilon"))
+    return partial(plain.chunk_form, case.options.get("l2_norm_epsilon"))
 
 
 _PLAIN: dict[str, Callable[[Operator, Case], Callable[..., Any] | None]] = {

@@ -84,10 +84,10 @@ def test_a_loop_of_steps_traces_once():
 
 PRINT_PROGRAMS = """
 import jax
-from jax_attn_bwd import check
+from jax_attn_bwd.check.__main__ import discover
 from jax_attn_bwd._core.cases import cotangents, value_and_gradients
 
-for operator in check.discover():
+for operator in discover():
     if operator.name in ("multi_head_attention", "ring_attention", "all_gather_attention"):
         case = next(case for case in operator.cases if "check" in case.tags and case.name != "plain")
         arrays, names = case.arrays("bfloat16"), operator.differentiable

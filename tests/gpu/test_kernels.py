@@ -17,7 +17,7 @@ Where the kernels of a generation pass 4 without a failure, its line in `GENERAT
 `jax_attn_bwd/_core/targets.py`, is changed: `ran=""` becomes `ran="<date>, <commit>"`, with the oldest JAX on
 which they passed. From then on its kernels are picked on such GPUs without a record; where there is a record,
 it still decides. Where some fail, change nothing: the record of 3 serves that machine, and what 4 printed
-goes to whoever mends the kernels. `bench/results/nvidia_h100.md` tells what was found on an H100.
+goes to whoever mends the kernels. `tests/bench/results/nvidia_h100.md` tells what was found on an H100.
 
 `conftest.py` says how these tests are run without a GPU. float64 is computed on the CPU, by the definition.
 """
@@ -31,10 +31,11 @@ from gpu.conftest import INTERPRETED, absent
 from gpu.losses import launching
 from helpers import OPERATORS, count_gradients
 
-from jax_attn_bwd import check, proof
+from jax_attn_bwd import check
 from jax_attn_bwd._core import pallas
 from jax_attn_bwd._core.cases import cotangents
-from jax_attn_bwd.proof import Call
+from jax_attn_bwd.check import worker
+from jax_attn_bwd.check.worker import Call
 
 if reason := absent():
     pytest.skip(reason, allow_module_level=True)
@@ -150,8 +151,8 @@ def _precision():
 def compiled(call, arrays, cts):
     """The program of a call; what its implementation cannot run is skipped."""
     try:
-        return proof.compiled(call, arrays, cts)
-    except proof.Refused as refused:
+        return worker.compiled(call, arrays, cts)
+    except worker.Refused as refused:
         pytest.skip(str(refused))
 
 
@@ -165,7 +166,7 @@ def given(call):
 def launched(program, *args):
     """Its results; a launch that hangs ends the process."""
     with launching(600) if INTERPRETED else launching():
-        return proof.launched(program, *args)
+        return worker.launched(program, *args)
 
 
 @pytest.mark.parametrize("call", list(probed()))
@@ -185,13 +186,13 @@ def against_float64(call):
     aim = check.target(call.operator, call.case, call.dtype)
     got = launched(compiled(call, aim.arrays, aim.cotangents), aim.arrays, aim.cotangents)
     assert set(aim.expected) == set(got) or call.wanted is not None
-    assert not proof.wrong_values(aim, got)
+    assert not worker.wrong_values(aim, got)
 
 
 @pytest.mark.parametrize("call", list(tagged("poison")))
 def test_poison_reaches_nothing(call):
     """NaN where nothing looks: the results are those with numbers there, and gradients there are 0."""
-    poison = proof.poisoned(call.operator, call.case, *given(call))
+    poison = worker.poisoned(call.operator, call.case, *given(call))
     if poison is None and INTERPRETED:
         pytest.skip("this small case hides nothing")
     assert poison is not None, "the case hides nothing"

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from parallel.sequences import AXIS, TOKENS, draw, mesh
 
 from jax_attn_bwd import check, parallel
+from jax_attn_bwd.check import __main__ as command
 from jax_attn_bwd.parallel import cases as named
 
 OPERATORS = with_more(named.OPERATORS)
@@ -34,7 +35,7 @@ def test_all_have_cases():
     """Whatever `parallel` exports that attends."""
     exported = {name for name in dir(parallel) if name.endswith(("_attention", "_rule"))}
     assert {name.removeprefix("parallel.") for name in NAMES} == exported
-    assert {operator.name for operator in check.discover()} >= exported
+    assert {operator.name for operator in command.discover()} >= exported
 
 
 # All of them of the ring; of the others, which share its rules or have one call of an operator, one in turn.

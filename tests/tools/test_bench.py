@@ -1,4 +1,4 @@
-"""`python -m jax_attn_bwd.bench`: correctness first, then times; what it writes, and where."""
+"""`python -m tests.bench`: correctness first, then times; what it writes, and where."""
 
 import dataclasses
 import json
@@ -11,13 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from bench import __main__ as bench
+from bench import compiling, measure, operators, peers, plots
+from bench import report as report_module
 from cases import shapes
 from helpers import thorough
 
 from jax_attn_bwd import MultiHeadAttentionParams
-from jax_attn_bwd.bench import __main__ as bench
-from jax_attn_bwd.bench import compiling, measure, operators, peers, plots
-from jax_attn_bwd.bench import report as report_module
 from jax_attn_bwd.ops.dot_product import cases as dense
 from jax_attn_bwd.ops.multi_head import cases as named
 
@@ -211,7 +211,7 @@ def test_bench_writes_into_out_and_an_interrupted_run_says_that_it_is_not_finish
         raise KeyboardInterrupt
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("jax_attn_bwd.bench.operators.workloads", broken)
+    monkeypatch.setattr("bench.operators.workloads", broken)
     with pytest.raises(KeyboardInterrupt):
         bench.main(["softmax"])
     (path,) = (tmp_path / "out").iterdir()
@@ -221,8 +221,6 @@ def test_bench_writes_into_out_and_an_interrupted_run_says_that_it_is_not_finish
 
 def test_the_kept_results_are_rows():
     folder = Path(bench.__file__).parent / "results"
-    if not folder.exists():
-        pytest.skip("results are kept in the repository alone")
     rows = [row for path in folder.glob("*.json") for row in report_module.read(path)]
     assert len(rows) > 80
     why = (
@@ -315,8 +313,9 @@ def test_bench_tells_the_commit_of_this_package_alone(tmp_path):
         )
         return done.stdout.strip()
 
-    package = tmp_path / "site" / "jax_attn_bwd"
-    results = package / "bench" / "results"
+    package, bench = tmp_path / "site" / "jax_attn_bwd", tmp_path / "tests" / "bench"
+    results = bench / "results"
+    package.mkdir(parents=True)
     results.mkdir(parents=True)
     init = package / "__init__.py"
     init.write_text("")
@@ -331,8 +330,10 @@ def test_bench_tells_the_commit_of_this_package_alone(tmp_path):
     commit = git("rev-parse", "--short", "HEAD")
     (results / "softmax.json").write_text("{}")  # what an earlier benchmark wrote
     assert report_module.commit(init) == commit
-    init.write_text("changed = True")
-    assert report_module.commit(init) == f"{commit}-dirty"
+    for file in (init, bench / "measure.py"):
+        file.write_text("changed = True")
+        assert report_module.commit(init) == f"{commit}-dirty"
+        file.write_text("")
 
 
 @pytest.mark.parametrize(("save", "mebibytes"), [("inputs", "0.5"), ("qkv", "2.0")])

@@ -19,6 +19,7 @@ import jax_attn_bwd
 from jax_attn_bwd import check, ops
 from jax_attn_bwd._core import console
 from jax_attn_bwd._core.cases import value_and_gradients
+from jax_attn_bwd.check import __main__ as command
 from jax_attn_bwd.check import relative_error
 
 
@@ -33,7 +34,7 @@ def softmax_operator(**changes):
 def only(monkeypatch):
     """`only(operator)`: the package then has that one; JAX's precision is put back afterwards."""
     precision = jax.config.jax_default_matmul_precision
-    yield lambda operator: monkeypatch.setattr("jax_attn_bwd.check.discover", lambda: (operator,))
+    yield lambda operator: monkeypatch.setattr(command, "discover", lambda: (operator,))
     jax.config.update("jax_default_matmul_precision", precision)
 
 
@@ -83,21 +84,21 @@ def test_the_command_prints_measurements_as_json_where_nothing_but_jax_is_instal
 def test_dtypes_take_turns_unless_they_are_asked_for():
     """An operator of one case has three of them, one of more all four."""
     operator = softmax_operator()
-    jobs, _ = check.plan([operator], ())
+    jobs, _ = command.plan([operator], ())
     of_case = [[dtype for *_, c, dtype in jobs if c is case] for case in operator.cases]
     assert of_case == [["float64", "float32", "bfloat16"], ["float64", "float16"]]
-    jobs, _ = check.plan([operator], ["float16"])
+    jobs, _ = command.plan([operator], ["float16"])
     assert [dtype for *_, dtype in jobs] == ["float16", "float16"]
-    for operator in check.ops.discover():
-        jobs, _ = check.plan([operator], ())
+    for operator in ops.discover():
+        jobs, _ = command.plan([operator], ())
         several = len(list(operator.tagged("check"))) > 1
-        assert {dtype for *_, dtype in jobs} == {*check.DTYPES} - ({"float16"} if not several else set())
+        assert {dtype for *_, dtype in jobs} == {*command.DTYPES} - ({"float16"} if not several else set())
 
 
 @thorough
 def test_check_of_a_right_operator_returns_0(only, capsys):
     only(softmax_operator())
-    assert check.main(["--dtypes", "float64", "bfloat16"]) == 0
+    assert command.main(["--dtypes", "float64", "bfloat16"]) == 0
     printed, told = capsys.readouterr()
     assert re.search(r"4 calls, \d+ quantities in \d+ s on cpu, JAX .*: 0 misses", printed)
     assert re.match(r"check: 4 calls, about 3 s on two cores", told)
@@ -112,7 +113,7 @@ def test_check_finds_a_gradient_that_is_off_by_one_percent(only, capsys, dtype):
         return call(x=one_percent_too_much(x), **arguments)
 
     only(softmax_operator(call=wrong))
-    assert check.main(["--dtypes", dtype, "--json"]) == 1
+    assert command.main(["--dtypes", dtype, "--json"]) == 1
     rows = json.loads(capsys.readouterr().out)["measurements"]
     assert {row["quantity"] for row in rows if not row["ok"]} == {"dx"}
     assert all(row["ok"] for row in rows if row["quantity"] == "y")
@@ -122,21 +123,21 @@ def test_check_finds_a_gradient_that_is_off_by_one_percent(only, capsys, dtype):
 def test_check_finds_a_wrong_output_and_says_so_in_the_table(only, capsys):
     call = softmax_operator().call
     only(softmax_operator(call=lambda **arguments: tuple(1.001 * y for y in call(**arguments))))
-    assert check.main(["--dtypes", "float32"]) == 1
+    assert command.main(["--dtypes", "float32"]) == 1
     assert "MISS" in capsys.readouterr().out
 
 
 def test_check_finds_a_nan(only, capsys):
     call = softmax_operator().call
     only(softmax_operator(call=lambda **arguments: tuple(y * jnp.nan for y in call(**arguments))))
-    assert check.main(["--dtypes", "float32"]) == 1
+    assert command.main(["--dtypes", "float32"]) == 1
     assert "MISS" in capsys.readouterr().out
 
 
 def test_check_without_rich_prints_the_same_table_as_plain_text(only, capsys, monkeypatch):
     monkeypatch.setattr(console, "_RICH", False)
     only(softmax_operator())
-    assert check.main(["--dtypes", "float32"]) == 0
+    assert command.main(["--dtypes", "float32"]) == 0
     header, rule, *_ = (
         line for line in capsys.readouterr().out.splitlines() if line.startswith(("oper", "scal"))
     )
@@ -157,14 +158,14 @@ def test_check_without_rich_prints_the_same_table_as_plain_text(only, capsys, mo
 def test_operators_are_known_by_their_folders_too(monkeypatch):
     """`bench` calls them so; named twice, they are checked once."""
     asked = []
-    monkeypatch.setattr(check, "plan", lambda operators, dtypes: (asked.append(operators), ([], []))[1])
-    assert check.main(["softmax", "scaled_masked_softmax", "multi_head"]) == 0
+    monkeypatch.setattr(command, "plan", lambda operators, dtypes: (asked.append(operators), ([], []))[1])
+    assert command.main(["softmax", "scaled_masked_softmax", "multi_head"]) == 0
     assert [operator.name for operator in asked[0]] == ["scaled_masked_softmax", "multi_head_attention"]
 
 
 def test_check_of_an_unknown_operator_is_refused_with_the_known(capsys):
     with pytest.raises(SystemExit) as caught:
-        check.main(["softmaxx"])
+        command.main(["softmaxx"])
     assert caught.value.code == 2
     assert "unknown operator ['softmaxx'], known are" in capsys.readouterr().err
 

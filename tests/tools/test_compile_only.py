@@ -30,7 +30,7 @@ def operators(*rest):
 
 
 def compiled_here(implementation, target):
-    """(operator, case) of what is compiled for a chip; for the pages of `bench/results` it is more."""
+    """(operator, case) of what is compiled for a chip; for the pages of `tests/bench/results` it is more."""
     return [
         (operator, case)
         for operator in programs.registered(implementation)

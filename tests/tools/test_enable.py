@@ -17,8 +17,10 @@ import numpy as np
 import pytest
 from helpers import OPERATORS, thorough
 
-from jax_attn_bwd import check, enable, explain, proof, scaled_masked_softmax
-from jax_attn_bwd._core import pallas, proven, targets
+from jax_attn_bwd import explain, scaled_masked_softmax
+from jax_attn_bwd._core import pallas, records, targets
+from jax_attn_bwd.check import __main__ as command
+from jax_attn_bwd.check import enable, worker
 
 H200 = "NVIDIA H200"
 slow_interpreter = thorough if jax.__version_info__ < (0, 12) else lambda test: test
@@ -79,7 +81,7 @@ def test_a_kernel_that_is_right_and_fast_is_picked_from_then_on(play):
     assert code == 0
     assert reason() == "ok"
     assert "faster than xla at 1 of 1 sizes: 2 to 2 times" in " ".join(printed.split())
-    file = proven.path(H200, "softmax")
+    file = records.path(H200, "softmax")
     assert f"wrote {file}" in printed.replace("\n", "")
     assert json.loads(file.read_text())["driver"] == "580"
 
@@ -115,7 +117,7 @@ def test_a_kernel_that_fails_is_not_and_those_after_it_are_proven(play, lines, w
     assert code == 1
     assert "FAILED" in printed
     assert words in reason()
-    known = proven.record(H200, "softmax")
+    known = records.record(H200, "softmax")
     assert known.kernels["cudnn"] == (None, {CASE: 1.0})
 
 
@@ -134,7 +136,7 @@ def test_a_kernel_that_takes_no_call_is_no_failure_and_is_not_kept(play):
 
 def test_what_the_time_does_not_reach_is_not_proven_and_no_failure(play):
     kept = {"written": "x", "kernels": {"mosaic_gpu": {"failed": "long ago", "times": {}}}, "sizes": {}}
-    proven.write(H200, "softmax", kept)
+    enable.write(H200, "softmax", kept)
     hangs = {"prove softmax mosaic_gpu": [{**AT, "within": 60}, "hang"]}
     code, printed, _ = play(hangs, seconds=1.5)
     assert code == 1
@@ -165,10 +167,10 @@ def test_a_folder_that_cannot_be_written_is_told_before_anything_runs(play, monk
 def test_two_processes_may_write_at_once():
     def write(number):
         kernels = {"mosaic_gpu": {"failed": str(number) * 5000, "times": {}}}
-        proven.write(H200, "softmax", {"written": "x", "kernels": kernels, "sizes": {}})
+        enable.write(H200, "softmax", {"written": "x", "kernels": kernels, "sizes": {}})
 
     write(0)
-    file, writers = proven.path(H200, "softmax"), []
+    file, writers = records.path(H200, "softmax"), []
     for number in range(20):
         writers.append(threading.Thread(target=write, args=(number,)))
         writers[-1].start()
@@ -182,7 +184,7 @@ def test_the_command_takes_operators_and_folders(monkeypatch):
     asked = []
     monkeypatch.setattr(enable, "run", lambda families, seconds: asked.append((families, seconds)) or 0)
     for argv in (["graph", "multi_head"], ["--seconds", "30"]):
-        assert check.main(["--enable", *argv]) == 0
+        assert command.main(["--enable", *argv]) == 0
     assert asked[0] == (["graph", "dot_product"], 300.0)
     assert (sorted(asked[1][0]), asked[1][1]) == (["deformable", "dot_product", "graph", "softmax"], 30.0)
 
@@ -198,7 +200,7 @@ def test_the_command_takes_operators_and_folders(monkeypatch):
 )
 def test_words_that_do_not_go_together_are_refused(argv, words, capsys):
     with pytest.raises(SystemExit) as caught:
-        check.main(argv)
+        command.main(argv)
     assert caught.value.code == 2
     assert words in capsys.readouterr().err
 
@@ -209,7 +211,7 @@ def test_a_plain_check_leaves_out_what_is_passed_over(monkeypatch, picked):
     (operator,) = (o for o in OPERATORS if o.name == "scaled_masked_softmax")
     monkeypatch.setenv("JAX_ATTN_BWD_KERNELS", picked)
     with targets.aimed_at("v6e"):
-        jobs, absent = check.plan([operator], ["float32", "float64"])
+        jobs, absent = command.plan([operator], ["float32", "float64"])
     dtypes = {dtype for _, name, _, dtype in jobs if name == "mosaic_tpu"}
     assert dtypes == ({"float32"} if picked == "mosaic_tpu" else set())
     assert {name for _, name, _ in absent} == {"mosaic_gpu", "mosaic_tpu"} - ({picked} if dtypes else set())
@@ -225,7 +227,7 @@ def dense(*names, **changes):
 def test_a_plain_check_on_a_gpu_runs_cudnn_where_it_is_supported():
     """It is no kernel of ours, so it need not be proven first."""
     with targets.aimed_at("H200"):
-        jobs, absent = check.plan([dense("plain", "sink", "dropout")], ["bfloat16", "float32"])
+        jobs, absent = command.plan([dense("plain", "sink", "dropout")], ["bfloat16", "float32"])
     of = lambda name: {(case.name, dtype) for _, n, case, dtype in jobs if n == name}
     assert of("cudnn") == {("plain", "bfloat16"), ("sink", "bfloat16")}
     assert len(of("xla")) == 6
@@ -244,7 +246,7 @@ def softmax(monkeypatch):
     (operator,) = (o for o in OPERATORS if o.name == "scaled_masked_softmax")
     (case,) = (c for c in operator.cases if c.name == "second_mask")
     case = dataclasses.replace(case, tags=frozenset({"large", "poison", "timed"}))
-    monkeypatch.setattr(proof, "DTYPES", ("float32", "bfloat16"))
+    monkeypatch.setattr(worker, "DTYPES", ("float32", "bfloat16"))
 
     def install(change=lambda y, x: y):
         def call(implementation=None, **arguments):
@@ -252,7 +254,7 @@ def softmax(monkeypatch):
             return tuple(change(y, arguments["x"]) for y in operator.call(**arguments, **given))
 
         played = dataclasses.replace(operator, cases=(case,), call=call)
-        monkeypatch.setattr(proof.ops, "discover", lambda: (played,))
+        monkeypatch.setattr(worker.ops, "discover", lambda: (played,))
 
     with pallas.interpreting("mosaic_tpu"):
         yield install
@@ -263,18 +265,18 @@ def ignored(does, within):
 
 
 def failure():
-    return proof.prove(ignored, "softmax", "mosaic_tpu")["failed"]
+    return worker.prove(ignored, "softmax", "mosaic_tpu")["failed"]
 
 
 def test_the_worker_proves_and_times_a_right_kernel(softmax):
     softmax()
     told = []
-    found = proof.prove(lambda does, within: told.append(does), "softmax", "mosaic_tpu")
+    found = worker.prove(lambda does, within: told.append(does), "softmax", "mosaic_tpu")
     assert found == {"failed": None, "refused": None, "cases": 2}
     case = "scaled_masked_softmax: second_mask, {} ({} of 2)"
     cases = case.format("float32", 1), case.format("bfloat16", 2)
     assert told == [f"{what} {about}" for about in cases for what in ("compiles", "runs")]
-    found = proof.timings(ignored, "softmax", "xla")
+    found = worker.timings(ignored, "softmax", "xla")
     assert found["sizes"] == {"scaled_masked_softmax: second_mask": (48, 4)}
     assert found["times"]["scaled_masked_softmax: second_mask"] > 0
 
@@ -310,14 +312,14 @@ def test_the_worker_does_not_ask_cudnn_for_equal_bits(monkeypatch):
     monkeypatch.setattr(cudnn_twin, "backward", backward)
     options = {"is_causal": True, "scale": 0.3}  # of no other test, which would have the twin traced
     operator = dense("lengths", tags=frozenset({"poison"}), options=options)
-    call = proof.Call(operator, "cudnn", operator.cases[0], "bfloat16")
+    call = worker.Call(operator, "cudnn", operator.cases[0], "bfloat16")
     with pallas.interpreting("cudnn"):
-        aim, program = proof._prepare(call)
-    assert proof.examined(call, aim, program) == ""
+        aim, program = worker._prepare(call)
+    assert worker.examined(call, aim, program) == ""
     runs = itertools.repeat(1 / 8)
-    assert proof.examined(call, aim, program).startswith("dquery: error 0.1")
+    assert worker.examined(call, aim, program).startswith("dquery: error 0.1")
     runs = itertools.chain([0] * 4, itertools.repeat(np.nan))  # what follows the clean run
-    assert proof.examined(call, aim, program) == "NaN where nothing looks: dquery differs, dquery is NaN"
+    assert worker.examined(call, aim, program) == "NaN where nothing looks: dquery differs, dquery is NaN"
 
 
 def test_the_worker_finds_that_poison_reaches_a_result(softmax):
@@ -329,7 +331,7 @@ def test_a_gradient_of_what_nothing_reads_is_found_though_it_is_finite():
     """Everywhere else, and where a cotangent is hidden, anything may stand."""
     hidden = {"x": np.array([[True, False], [False, False]]), "y": np.array([True, False])}
     x = np.ones((2, 2, 1), np.float32)
-    poison = proof.Poison(hidden, ({"x": x}, (x,)), ({"x": x}, (x,)))
+    poison = worker.Poison(hidden, ({"x": x}, (x,)), ({"x": x}, (x,)))
     found = lambda dx: poison.reached({"y": x, "dx": dx}, {"y": x, "dx": dx}, False)
     gradient = np.array([[0, 1], [2, 3]], np.float32)[..., None]
     assert found(gradient) == ""
@@ -339,30 +341,31 @@ def test_a_gradient_of_what_nothing_reads_is_found_though_it_is_finite():
 
 def test_an_error_that_is_not_a_number_is_wrong():
     aim = SimpleNamespace(expected={"y": np.ones(2)}, limits={"y": 0.1})
-    assert proof.wrong_values(aim, {"y": np.array([1, 1.05])}) == ""
-    assert "1 NaN" in proof.wrong_values(aim, {"y": np.array([1, np.nan])})
+    assert worker.wrong_values(aim, {"y": np.array([1, 1.05])}) == ""
+    assert "1 NaN" in worker.wrong_values(aim, {"y": np.array([1, np.nan])})
 
 
 def test_the_worker_says_what_no_kernel_takes(softmax, monkeypatch):
     softmax()
-    monkeypatch.setattr(proof, "DTYPES", ("float16",))
-    found = proof.prove(ignored, "softmax", "mosaic_tpu")
+    monkeypatch.setattr(worker, "DTYPES", ("float16",))
+    found = worker.prove(ignored, "softmax", "mosaic_tpu")
     assert (found["failed"], found["cases"]) == (None, 0)
     assert "float16" in found["refused"]
-    assert proof.timings(ignored, "softmax", "mosaic_gpu") == {"times": {}, "sizes": {}}
+    assert worker.timings(ignored, "softmax", "mosaic_gpu") == {"times": {}, "sizes": {}}
 
 
 INTERPRETED = """
     import cases
-    from jax_attn_bwd import ops, proof
+    from jax_attn_bwd import ops
+    from jax_attn_bwd.check import worker
     from jax_attn_bwd._core import pallas, targets
     targets.platform, targets.device_kind = lambda: "tpu", lambda: "TPU v6 lite"
-    proof.PROVED, proof.TIMED, proof.DTYPES = ("second",), "second", ("float32",)
-    proof.REPEATS, proof.COMPILE_SECONDS, proof.LAUNCH_SECONDS = 1, 250.0, 250.0
+    worker.PROVED, worker.TIMED, worker.DTYPES = ("second",), "second", ("float32",)
+    worker.REPEATS, worker.COMPILE_SECONDS, worker.LAUNCH_SECONDS = 1, 250.0, 250.0
     known = cases.discover()
     ops.discover = lambda: known
     with pallas.interpreting("mosaic_tpu"):
-        proof.main()
+        worker.main()
 """
 
 
@@ -371,10 +374,10 @@ INTERPRETED = """
 def test_a_chip_played_by_the_interpreter(tmp_path, monkeypatch, capsys):
     script = tmp_path / "played.py"
     script.write_text(textwrap.dedent(INTERPRETED))
-    folders = (Path(proof.__file__).parents[1], Path(__file__).parents[1])
+    folders = (Path(worker.__file__).parents[2], Path(__file__).parents[1])
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, folders)))
     monkeypatch.setattr(enable, "COMMAND", (sys.executable, str(script)))
     assert enable.run(["softmax"]) == 0, capsys.readouterr()
-    known = proven.record("TPU v6 lite", "softmax")
+    known = records.record("TPU v6 lite", "softmax")
     assert known.kernels["mosaic_tpu"].failed is None
     assert set(known.kernels["mosaic_tpu"].times) < set(known.kernels["xla"].times) == set(known.sizes)

@@ -27,7 +27,7 @@ def test_every_public_name_has_a_page_and_a_docstring():
 def test_what_readme_says_is_on_the_pages_with_its_links():
     reference = importlib.import_module("reference")
     shown = reference.expanded("::: readme Speed\n::: readme On an NVIDIA GPU today", DOCS / "pages")
-    assert "`jax_attn_bwd/bench/results` in the repository" in shown
+    assert "`tests/bench/results` in the repository" in shown
     assert "[how batch and heads lie](sharding.md#batch-and-heads)" in shown
     assert "## " not in shown.replace("### ", "")
 

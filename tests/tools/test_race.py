@@ -1,4 +1,4 @@
-"""`python -m jax_attn_bwd.bench race`: what is drawn, that both sides agree, and what a floor does."""
+"""`python -m tests.bench race`: what is drawn, that both sides agree, and what a floor does."""
 
 import json
 import re
@@ -8,13 +8,12 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from bench import __main__ as bench
+from bench import measure
+from bench.plain import solves_end
+from bench.race import call, program, rounding, run
+from bench.report import Row
 from helpers import thorough
-
-from jax_attn_bwd.bench import __main__ as bench
-from jax_attn_bwd.bench import measure
-from jax_attn_bwd.bench.peers import solves_end
-from jax_attn_bwd.bench.race import call, program, rounding, run
-from jax_attn_bwd.bench.report import Row
 
 ALL = (*program.DRAWN,)
 

@@ -8,7 +8,7 @@ from tools import test_waiting_kernels as waiting
 from tools.test_waiting_kernels import H200, QUERY, keep
 
 from jax_attn_bwd import dot_product_attention, explain, scaled_masked_softmax
-from jax_attn_bwd._core import proven
+from jax_attn_bwd._core import records
 
 _cache, told = waiting._cache, waiting.told  # fixtures
 
@@ -24,8 +24,8 @@ def test_a_record_is_of_one_kind_of_device_and_one_folder():
 
 def test_kinds_that_share_a_file_share_no_record():
     keep(H200, "softmax", mosaic_gpu={"a": 1.0}, xla={"a": 2.0})
-    assert proven.path("NVIDIA-H200", "softmax") == proven.path(H200, "softmax")
-    assert proven.record("NVIDIA-H200", "softmax") == f"the record is of {H200}"
+    assert records.path("NVIDIA-H200", "softmax") == records.path(H200, "softmax")
+    assert records.record("NVIDIA-H200", "softmax") == f"the record is of {H200}"
 
 
 @pytest.mark.parametrize("variable", ["JAX_ATTN_BWD_CACHE", "XDG_CACHE_HOME"])
@@ -33,9 +33,9 @@ def test_another_folder_has_another_record(variable, monkeypatch, tmp_path):
     monkeypatch.delenv("JAX_ATTN_BWD_CACHE")
     monkeypatch.setenv(variable, str(tmp_path / "one"))
     keep(H200, "softmax", mosaic_gpu={"a": 1.0}, xla={"a": 2.0})
-    assert not isinstance(proven.record(H200, "softmax"), str)
+    assert not isinstance(records.record(H200, "softmax"), str)
     monkeypatch.setenv(variable, str(tmp_path / "another"))
-    assert proven.record(H200, "softmax") == "there is no record"
+    assert records.record(H200, "softmax") == "there is no record"
 
 
 @pytest.mark.parametrize("name", ["jax", "jaxlib"])
@@ -64,13 +64,13 @@ def test_an_edited_file_that_makes_the_kernels_makes_it_stale(edited, is_stale, 
     file = tmp_path / "package" / edited
     file.parent.mkdir(parents=True)
     file.write_text("a = 1")
-    monkeypatch.setattr(proven, "_PACKAGE", tmp_path / "package")
+    monkeypatch.setattr(records, "_PACKAGE", tmp_path / "package")
     found = []
     for text in ("a = 1", "a = 2"):
         file.write_text(text)
-        proven.versions.cache_clear()
-        found.append(proven.versions("softmax"))
-    proven.versions.cache_clear()
+        records.versions.cache_clear()
+        found.append(records.versions("softmax"))
+    records.versions.cache_clear()
     assert (found[0] != found[1]) == is_stale
 
 
@@ -120,15 +120,15 @@ def test_a_process_reads_it_once():
 
 
 def test_where_records_lie(monkeypatch, tmp_path):
-    assert proven.folder() == tmp_path
+    assert records.folder() == tmp_path
     monkeypatch.delenv("JAX_ATTN_BWD_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", "/there")
-    assert proven.folder() == Path("/there/jax_attn_bwd")
+    assert records.folder() == Path("/there/jax_attn_bwd")
     for base in ("relative", ""):
         monkeypatch.setenv("XDG_CACHE_HOME", base)
         monkeypatch.setenv("HOME", "/home/me")
-        assert proven.folder() == Path("/home/me/.cache/jax_attn_bwd")
-    assert proven.path(H200, "softmax").name == "NVIDIA-H200_softmax.json"
+        assert records.folder() == Path("/home/me/.cache/jax_attn_bwd")
+    assert records.path(H200, "softmax").name == "NVIDIA-H200_softmax.json"
 
 
 def test_what_is_written_is_there_at_once_or_not_at_all(tmp_path, monkeypatch):

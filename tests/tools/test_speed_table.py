@@ -1,4 +1,4 @@
-"""README's table of speed says what the files in `bench/results` hold: medians, and least to most."""
+"""README's table of speed says what the files in `tests/bench/results` hold: medians, and least to most."""
 
 import json
 import re
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-RESULTS = ROOT / "jax_attn_bwd" / "bench" / "results"
+RESULTS = ROOT / "tests" / "bench" / "results"
 VERSIONS = ("0.10.2", "0.12.0.1")
 LARGE = r"T=S=(2048|4096) (full|causal), .*"
 # step, what it is beside, and where its cases are: the file of results, cases, contenders

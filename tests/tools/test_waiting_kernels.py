@@ -18,8 +18,9 @@ from jax_attn_bwd import (
     multi_head_attention,
     scaled_masked_softmax,
 )
-from jax_attn_bwd._core import proven, targets
+from jax_attn_bwd._core import records, targets
 from jax_attn_bwd._core.backend import Implementation, select
+from jax_attn_bwd.check import enable
 
 H200, V6E = "NVIDIA H200", "TPU v6 lite"
 QUERY = jax.ShapeDtypeStruct((1, 256, 2, 64), jnp.bfloat16)
@@ -35,7 +36,7 @@ def _cache(tmp_path, monkeypatch, unproven):
 @pytest.fixture
 def told(monkeypatch, caplog):
     """`told()`: what was logged so far; nothing was before."""
-    monkeypatch.setattr(proven, "_told", set())
+    monkeypatch.setattr(records, "_told", set())
     caplog.set_level(logging.WARNING, "jax_attn_bwd")
     return lambda: [r.getMessage() for r in caplog.records if r.name == "jax_attn_bwd"]
 
@@ -62,7 +63,7 @@ def keep(kind, family, sizes=None, **kernels):
     held = {n: {"failed": k if isinstance(k, str) else None, "times": timed[n]} for n, k in kernels.items()}
     cases = {case for times in timed.values() for case in times}
     sizes = sizes or dict.fromkeys(cases, (1000, 100))
-    return proven.write(kind, family, {"written": "2026-01-01", "kernels": held, "sizes": sizes})
+    return enable.write(kind, family, {"written": "2026-01-01", "kernels": held, "sizes": sizes})
 
 
 def is_picked(call):
@@ -236,11 +237,11 @@ def test_times_of_the_operator_that_is_called_go_before_those_of_another():
 
 
 def test_nearest_counts_doublings_of_the_elements_and_of_the_longest_axis():
-    at = proven.size_of({"x": jnp.ones((4, 32)), "y": (jnp.ones((2, 64)), None)})
+    at = records.size_of({"x": jnp.ones((4, 32)), "y": (jnp.ones((2, 64)), None)})
     assert at == (256, 64)
-    assert proven.size_of(()) == (0, 1)
-    assert at.distance(proven.Size(1024, 16)) == 4
-    assert at.distance(proven.Size(0, 64)) == 8
+    assert records.size_of(()) == (0, 1)
+    assert at.distance(records.Size(1024, 16)) == 4
+    assert at.distance(records.Size(0, 64)) == 8
 
 
 # ---------------------------------------------------------------------- the first call says how

@@ -197,7 +197,7 @@ Schedule = Materialized | Tiles | Strips
 
 
 def default_schedule(operands: Operands, sizes: Sizes, parts: int = 1) -> Materialized | Tiles:
-    """Picks measured tiles for the target platform (see bench/results), or the whole plane.
+    """Picks measured tiles for the target platform (see tests/bench/results), or the whole plane.
 
     Args:
       operands: of the call.

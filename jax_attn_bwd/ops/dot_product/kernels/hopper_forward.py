@@ -36,7 +36,7 @@ supports = tiles.unsupported
 
 
 def default_tiling(options: KernelOptions, operands: Operands, keeps_low: bool = False) -> Tiling:
-    """Picks tiles that fit registers without spills, and shared memory: bench/results/nvidia_static.md."""
+    """Fits tiles to shared memory, and to registers without spills; see `nvidia_static.md`."""
     H, Hv = (kernel_inputs.whole(x.shape[-1], tiles.HEAD) for x in (operands.query, operands.value))
     head = max(H, Hv)
     # an output that is not of the query's shape takes shared memory of its own; two numbers a p, registers

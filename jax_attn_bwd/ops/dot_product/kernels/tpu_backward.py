@@ -176,7 +176,7 @@ def _probabilities_and_dlogits(part: Part, rows, products, dp, mixed: bool, to_v
 
 
 def default_tiling(options: KernelOptions, operands: Operands) -> Tiling:
-    """Picks tiles of the fewest bundles a score; see bench/results/tpu_static.md."""
+    """Picks tiles of the fewest bundles a score; see tests/bench/results/tpu_static.md."""
     T, S = operands.query.shape[-3], operands.key.shape[-3]
     light, wide = tiles.is_light(options, operands), mosaic_tpu.has_wide_units()
     limit = tiles.longest_side(options, operands) if light else 512

@@ -47,7 +47,7 @@ supports = tiles.unsupported
 
 
 def default_tiling(options: KernelOptions, operands: Operands) -> Tiling:
-    """Picks tiles of the fewest bundles a score; see bench/results/tpu_static.md."""
+    """Picks tiles of the fewest bundles a score; see tests/bench/results/tpu_static.md."""
     T, S = operands.query.shape[-3], operands.key.shape[-3]
     light = tiles.is_light(options, operands)
     limits = (1024, tiles.longest_side(options, operands)) if light else (512, 1024)

@@ -5,10 +5,10 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from bench import plain
+from bench.race.call import Budget, Call, Input, Lot, activation, given, normal, parameter, seen
+from bench.race.dense import tokens
 from jax_attn_bwd import scaled_masked_softmax
-from jax_attn_bwd.bench.race import plain
-from jax_attn_bwd.bench.race.call import Budget, Call, Input, Lot, activation, given, normal, parameter, seen
-from jax_attn_bwd.bench.race.dense import tokens
 
 
 def softmax(lot: Lot, budget: Budget) -> Call:

@@ -15,8 +15,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from bench import ROOT
+from bench.measure import Contender, Workload, step
 from jax_attn_bwd import dot_product_attention
-from jax_attn_bwd.bench.measure import Contender, Workload, step
 
 ATTENTIONS = {"jax_attn_bwd": dot_product_attention, "jax.nn": jax.nn.dot_product_attention}
 WIDTH, HEADS = 512, 8
@@ -38,9 +39,9 @@ def workloads(quick: bool, only: str = "") -> Iterator[Workload]:
 
 def _in_a_process(name: str, label: str) -> float:
     """Returns the seconds that a new process takes for the program, of which starting it is no part."""
-    command = [sys.executable, "-m", "jax_attn_bwd.bench.compiling", name, label]
+    command = [sys.executable, "-m", "tests.bench.compiling", name, label]
     environment = os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "false"}
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     return float(done.stdout)
 
 

@@ -3,17 +3,15 @@
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
-from jax_attn_bwd import BipartiteCSC, MultiHeadAttentionParams
-from jax_attn_bwd.bench.measure import Contender, compiled_contender, step
-from jax_attn_bwd.bench.report import Row, sentence
-from jax_attn_bwd.ops.deformable.reference import multi_scale_deformable_attention
+from bench.measure import Contender, compiled_contender, step
+from bench.plain import Edges, chunk_form, solves_end
+from bench.report import Row, sentence
+from jax_attn_bwd import MultiHeadAttentionParams
 
 PLANES = 2**29  # bytes of the largest array that a peer may be asked for
 
@@ -233,52 +231,6 @@ def equinox_layer(x, dout, params) -> Contender:
 # ---- linear attention
 
 
-def chunk_form(epsilon, query, key, value, log_decay, beta=None, C=64):
-    """Computes the rule in chunks as programs have it, for JAX to differentiate: triangular solves, scan.
-
-    Decays of channels are put on both factors of a product: over a chunk they must not underflow.
-    """
-    (B, T, N, H), t = query.shape, lambda x: jnp.swapaxes(x, -1, -2)
-    unit = lambda x: x * lax.rsqrt((x * x).sum(-1, keepdims=True) + epsilon) if epsilon else x
-
-    def chunks(x):
-        padded = jnp.pad(x, [(0, 0), (0, -T % C), *[(0, 0)] * (x.ndim - 2)])
-        return jnp.moveaxis(padded, 2, 1).reshape(B, N, -(-T // C), C, -1)
-
-    query, key, value = chunks(unit(query) * H**-0.5), chunks(unit(key)), chunks(value)
-    c = jnp.cumsum(chunks(log_decay), -2)
-    whole, lower = jnp.exp(c[..., -1:, :]), jnp.tril(jnp.ones((1,) * 3 + (C, C), bool))
-    if c.shape[-1] == 1:
-        between = jnp.where(lower, jnp.exp(jnp.where(lower, c - t(c), 0)), 0)
-        within = lambda x: x @ t(key) * between
-    else:
-        grown = t(key * jnp.exp(-c))
-        within = lambda x: jnp.where(lower, (x * jnp.exp(c)) @ grown, 0)
-    reads, at_end = within(query), key * jnp.exp(c[..., -1:, :] - c)
-    u, w = value, jnp.zeros_like(key)
-    if beta is not None:
-        scaled = chunks(beta) * key
-        one = jnp.broadcast_to(jnp.eye(C, dtype=key.dtype), reads.shape)
-        overlaps = jnp.tril(within(scaled), -1) + one
-        solve = lambda x: jax.scipy.linalg.solve_triangular(overlaps, x, lower=True, unit_diagonal=True)
-        u, w = solve(chunks(beta) * value), solve(scaled * jnp.exp(c))
-
-    def step(S, given):
-        query, u, w, reads, at_end, whole = given
-        new = u - w @ S if beta is not None else u
-        return S * t(whole) + t(at_end) @ new, query @ S + reads @ new
-
-    given = query * jnp.exp(c), u, w, reads, at_end, whole
-    zeros = jnp.zeros((B, N, H, value.shape[-1]), value.dtype)
-    _, out = lax.scan(step, zeros, tuple(jnp.moveaxis(x, 2, 0) for x in given))
-    return jnp.moveaxis(jnp.moveaxis(out, 0, 2).reshape(B, N, -(-T // C) * C, -1), 1, 2)[:, :T]
-
-
-def solves_end() -> bool:
-    """Tells whether the gradient of many triangular solves ends: before JAX 0.11 a CPU may wait for ever."""
-    return jax.default_backend() != "cpu" or jax.__version_info__ >= (0, 11)
-
-
 def chunks(name: str, epsilon: float | None, solves: bool, args: tuple) -> Contender:
     """Makes a contender of the step of `chunk_form`, as JAX derives it; `solves`: by a delta rule."""
     if solves and not solves_end():
@@ -289,12 +241,6 @@ def chunks(name: str, epsilon: float | None, solves: bool, args: tuple) -> Conte
 
 
 # ---- deformable attention
-
-
-def gather_form(levels, value, locations, weights):
-    """Computes the definition as one would write it: gathers of whole arrays, for JAX to differentiate."""
-    with jax.numpy_rank_promotion("allow"):
-        return multi_scale_deformable_attention(value, locations, weights, spatial_shapes=levels)
 
 
 def grid_sample(levels: Sequence[tuple[int, int]], args: tuple) -> Contender:
@@ -323,73 +269,7 @@ def grid_sample(levels: Sequence[tuple[int, int]], args: tuple) -> Contender:
     return torch_contender("grid_sample", run)
 
 
-# ---- graphs, their edges sorted by destination
-
-
-class Edges(NamedTuple):
-    """A square graph, as two lists of nodes sorted by destination; heads of `width` columns."""
-
-    src: np.ndarray
-    dst: np.ndarray
-    nodes: int
-    heads: int
-    width: int
-
-
-def edges_of(graph: BipartiteCSC, columns: int, width: int) -> Edges:
-    """Returns the edges of a graph, sorted: the sums of its peers are as fast as they get."""
-    dst = np.repeat(np.arange(graph.num_dst), np.diff(graph.offsets))
-    src = np.asarray(graph.indices).astype(dst.dtype)
-    return Edges(src, dst, graph.num_src, columns // width, width)
-
-
-def segments(
-    edges: Edges, operator: str, dropout: Callable[[jax.Array], jax.Array] = lambda p: p
-) -> Callable[..., jax.Array]:
-    """Returns the operator as one writes it with `jax.ops`, for JAX to differentiate.
-
-    `dropout` makes of the weights of attention `[nnz, heads]` what is left of them.
-    """
-    src, dst = jnp.asarray(edges.src, jnp.int32), jnp.asarray(edges.dst, jnp.int32)
-    heads = lambda x: x.reshape(-1, edges.heads, edges.width)
-    over = partial(jax.ops.segment_sum, segment_ids=dst, num_segments=edges.nodes, indices_are_sorted=True)
-
-    # a softmax over the edges of each destination, then the sum of its messages
-    def softmax(scores):
-        top = jax.ops.segment_max(scores, dst, edges.nodes, indices_are_sorted=True)
-        p = jnp.exp(scores - top[dst])
-        return p / over(p)[dst]
-
-    def attend(scores, message):
-        out = over(dropout(softmax(scores))[..., None] * message)
-        return out.reshape(edges.nodes, edges.heads * edges.width)
-
-    def gat(x, y, a, edge=None):
-        x, y, (a_src, a_dst, *a_edge) = heads(x), heads(y), jnp.split(a, 2 if edge is None else 3)
-        z = (x * heads(a_src)).sum(-1)[src] + (y * heads(a_dst)).sum(-1)[dst]
-        z = z if edge is None else z + (heads(edge) * heads(a_edge[0])).sum(-1)
-        return attend(jax.nn.leaky_relu(z, 0.2), x[src])
-
-    def gatv2(x, y, a, edge=None):
-        x, y = heads(x), heads(y)
-        z = x[src] + y[dst] if edge is None else x[src] + y[dst] + heads(edge)
-        return attend((jax.nn.leaky_relu(z, 0.2) * heads(a)).sum(-1), x[src])
-
-    def transformer(q, k, v, edge=None):
-        k, v = (heads(x)[src] if edge is None else heads(x)[src] + heads(edge) for x in (k, v))
-        return attend((heads(q)[dst] * k).sum(-1) * edges.width**-0.5, v)
-
-    def highest(x):
-        found = jax.ops.segment_max(x, dst, edges.nodes, indices_are_sorted=True)
-        return jnp.where(jnp.isfinite(found), found, 0)
-
-    def mean(x):
-        return over(x) / jnp.maximum(over(jnp.ones((len(dst), 1), x.dtype)), 1)
-
-    known: dict[str, Callable[..., jax.Array]] = {"edge_softmax": softmax, "graph_attention": gat}
-    known |= {"graph_attention_v2": gatv2, "graph_transformer_attention": transformer}
-    known |= {"edge_sum": over, "edge_mean": mean, "edge_max": highest}
-    return known[operator]
+# ---- graphs
 
 
 def geometric(edges: Edges, args: tuple) -> Contender:

@@ -9,10 +9,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from jax_attn_bwd.bench import plots, report
-from jax_attn_bwd.bench.measure import compiled_contender, measure
-from jax_attn_bwd.bench.race import program
-from jax_attn_bwd.bench.report import Row
+from bench import ROOT, plots, report
+from bench.measure import compiled_contender, measure
+from bench.race import program
+from bench.report import Row
 
 SECONDS, QUICK_SECONDS = 0.5, 0.1  # of the rounds of a program, where the least number takes less
 COMPILED = "compiled in"  # the note that says how long it took
@@ -111,9 +111,9 @@ def _alone(race: Race, drawn: program.Program, beside: float) -> list[Row]:
             "out": folder,
         }
         options = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
-        command = [sys.executable, "-m", "jax_attn_bwd.bench", "race", *options, *["--quick"] * race.quick]
+        command = [sys.executable, "-m", "tests.bench", "race", *options, *["--quick"] * race.quick]
         done = subprocess.run(
-            [*command, "--operator", *race.operators], capture_output=True, text=True, check=False
+            [*command, "--operator", *race.operators], cwd=ROOT, capture_output=True, text=True, check=False
         )
         written = [*Path(folder).glob("*.json")]
         if not written:

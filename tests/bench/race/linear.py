@@ -2,10 +2,10 @@
 
 import jax.numpy as jnp
 
+from bench.plain import chunk_form, solves_end
+from bench.race.call import Budget, Call, Input, Lot, activation, lengths, uniform
+from bench.race.dense import tokens
 from jax_attn_bwd import gated_delta_rule, gated_linear_attention
-from jax_attn_bwd.bench.peers import chunk_form, solves_end
-from jax_attn_bwd.bench.race.call import Budget, Call, Input, Lot, activation, lengths, uniform
-from jax_attn_bwd.bench.race.dense import tokens
 
 CHUNK = 64  # tokens
 

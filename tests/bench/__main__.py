@@ -1,8 +1,8 @@
-"""Command line: `python -m jax_attn_bwd.bench <operator>|compiling|mods|programs`.
+"""Command line: `python -m tests.bench <operator>|compiling|mods|programs`.
 
 It takes `[--out DIR] [--repeats N] [--quick]`. With `--scaling` one case of the operator at many sizes.
-Programs drawn by lot: `python -m jax_attn_bwd.bench race --seed N --count M [--operator ...] [--floor X]`. Or
-`python -m jax_attn_bwd.bench --compare OLD.json NEW.json`.
+Programs drawn by lot: `python -m tests.bench race --seed N --count M [--operator ...] [--floor X]`. Or
+`python -m tests.bench --compare OLD.json NEW.json`.
 """
 
 import argparse
@@ -18,12 +18,13 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch shares 
 
 import jax
 
-from jax_attn_bwd import bench, ops
+import bench
+from bench import compiling, mods, operators, plots, programs, report
+from bench.measure import Workload, measure
+from bench.race.program import DRAWN
+from bench.race.run import Race, run
+from jax_attn_bwd import ops
 from jax_attn_bwd._core import console
-from jax_attn_bwd.bench import compiling, mods, operators, plots, programs, report
-from jax_attn_bwd.bench.measure import Workload, measure
-from jax_attn_bwd.bench.race.program import DRAWN
-from jax_attn_bwd.bench.race.run import Race, run
 
 # what is measured under names of its own, not by an operator's cases
 NAMED: dict[str, Callable[..., Iterator[Workload]]] = {
@@ -40,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
     """
     # what the command line says, and what does not go together
     measured = sorted({operator.folder for operator in ops.discover() if operator.name in operators.MEASURED})
-    parser = argparse.ArgumentParser(prog="python -m jax_attn_bwd.bench", description=bench.__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.bench", description=bench.__doc__)
     parser.add_argument("operator", nargs="?", choices=[*measured, *NAMED, "race"])
     files = ("OLD.json", "NEW.json")
     parser.add_argument("--compare", nargs=2, type=Path, metavar=files, help="what became slower or larger")

@@ -5,9 +5,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from bench.plain import gather_form
+from bench.race.call import Budget, Call, Input, Lot, activation, normal, uniform
 from jax_attn_bwd import multi_scale_deformable_attention
-from jax_attn_bwd.bench.peers import gather_form
-from jax_attn_bwd.bench.race.call import Budget, Call, Input, Lot, activation, normal, uniform
 
 
 def deformable(lot: Lot, budget: Budget) -> Call:

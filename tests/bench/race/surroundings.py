@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_attn_bwd.bench.race.call import Call, Function, Lot, parameter
+from bench.race.call import Call, Function, Lot, parameter
 
 
 def _layer_norm(x: jax.Array) -> jax.Array:

@@ -23,6 +23,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from bench import peers, plain
+from bench.measure import TOLERANCES, Contender, Workload, compiled_contender, inputs, step, tag
 from jax_attn_bwd import (
     BipartiteCSC,
     MultiHeadAttentionParams,
@@ -39,8 +41,6 @@ from jax_attn_bwd import (
 )
 from jax_attn_bwd._core.cases import Case
 from jax_attn_bwd._core.secondary_calls import complete
-from jax_attn_bwd.bench import peers
-from jax_attn_bwd.bench.measure import TOLERANCES, Contender, Workload, compiled_contender, inputs, step, tag
 from jax_attn_bwd.ops.dot_product import engine, tiles, visibility
 from jax_attn_bwd.ops.dot_product.arguments import prepare
 from jax_attn_bwd.ops.dot_product.plan import Materialized, count
@@ -244,7 +244,7 @@ def _deformable(case: Case, arrays: dict[str, Any], dout: jax.Array) -> Iterator
         contenders[0].notes["temporary memory / inputs"] = over
         yield Workload(name, contenders)
         return
-    gather = step(partial(peers.gather_form, levels))
+    gather = step(partial(plain.gather_form, levels))
     makers: dict[str, Callable[[], Contender]] = {
         "gather form": partial(compiled_contender, "gather form, jax.grad", gather, *args)
     }
@@ -282,13 +282,13 @@ def _graph(
     kind: str, function: Callable[..., Any], case: Case, arrays: dict[str, Any], dout: jax.Array
 ) -> Iterator[Workload]:
     args, name, width = (dout, *arrays.values()), f"{kind}, {case.name}", case.options["head_size"]
-    edges = peers.edges_of(case.options["graph"], dout.shape[1], width)
+    edges = plain.edges_of(case.options["graph"], dout.shape[1], width)
     start = time.perf_counter()
     graph = BipartiteCSC.from_coo(edges.src, edges.dst, edges.nodes, edges.nodes)
     notes: dict[str, Any] = {"graph built in": f"{time.perf_counter() - start:.2f} s"}
     call = partial(function, graph, num_heads=edges.heads)
-    plain = step(peers.segments(edges, function.__name__))
-    makers = {"JAX segment ops": partial(compiled_contender, "JAX segment ops", plain, *args)}
+    segments = step(plain.segment_ops(edges, function.__name__))
+    makers = {"JAX segment ops": partial(compiled_contender, "JAX segment ops", segments, *args)}
     if kind == "gat" and peers.torch_device() and peers.installed("torch_geometric"):
         makers["PyTorch Geometric"] = partial(peers.geometric, edges, args)
     found, refused = peers.gather(name, makers)

@@ -69,7 +69,7 @@ def environment() -> dict[str, str]:
 
 
 def commit(package: Path) -> str:
-    """Finds the commit of the file `package`, "-dirty" if its folder differs; "unknown" without one."""
+    """Finds the commit of the file `package`, "-dirty" if its folder or this one differs; else "unknown"."""
 
     def git(*command: str) -> str:
         done = subprocess.run(
@@ -79,7 +79,8 @@ def commit(package: Path) -> str:
 
     try:
         git("ls-files", "--error-unmatch", package.name)  # not merely a folder inside a repository
-        changed = git("status", "--porcelain", "--", ".", ":(exclude)bench/results")
+        measured = (".", ":(top)tests/bench", ":(top,exclude)tests/bench/results")
+        changed = git("status", "--porcelain", "--", *measured)
         return git("rev-parse", "--short", "HEAD") + ("-dirty" if changed else "")
     except (OSError, subprocess.CalledProcessError):  # git is not installed, or does not know it
         return "unknown"

@@ -10,15 +10,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from bench.measure import TOLERANCES, Contender, Results, Workload, compiled_contender, step
+from bench.race import rounding, surroundings
+from bench.race.call import Budget, Call, Function, Lot, normal
+from bench.race.deformable import deformable
+from bench.race.dense import dense, layer
+from bench.race.graph import graph
+from bench.race.linear import linear
+from bench.race.softmax import softmax
 from jax_attn_bwd._core.cases import cast
-from jax_attn_bwd.bench.measure import TOLERANCES, Contender, Results, Workload, compiled_contender, step
-from jax_attn_bwd.bench.race import rounding, surroundings
-from jax_attn_bwd.bench.race.call import Budget, Call, Function, Lot, normal
-from jax_attn_bwd.bench.race.deformable import deformable
-from jax_attn_bwd.bench.race.dense import dense, layer
-from jax_attn_bwd.bench.race.graph import graph
-from jax_attn_bwd.bench.race.linear import linear
-from jax_attn_bwd.bench.race.softmax import softmax
 
 # how the calls of an operator are drawn, and how many lots it has
 DRAWN: dict[str, tuple[Callable[[Lot, Budget], Call], int]] = {

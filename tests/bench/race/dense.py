@@ -9,9 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_attn_bwd import MultiHeadAttentionParams, Rotary, dot_product_attention, mods, multi_head_attention
-from jax_attn_bwd.bench.race import plain
-from jax_attn_bwd.bench.race.call import (
+from bench import plain
+from bench.race.call import (
     Budget,
     Call,
     Input,
@@ -24,6 +23,7 @@ from jax_attn_bwd.bench.race.call import (
     random_key,
     seen,
 )
+from jax_attn_bwd import MultiHeadAttentionParams, Rotary, dot_product_attention, mods, multi_head_attention
 
 TOKENS = (1, 16, 32, 64, 100, 128, 196, 197, 256, 384, 512, 577, 777, 1024, 1500, 2048)
 HEADS, HEAD_SIZES = (1, 2, 3, 4, 6, 8, 8, 12, 16), (8, 16, 32, 64, 64, 80, 96, 128)

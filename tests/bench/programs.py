@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from bench.measure import Workload, compiled_contender
+from bench.plain import Edges, gather_form, segment_ops
 from jax_attn_bwd import (
     BipartiteCSC,
     MultiHeadAttentionParams,
@@ -24,8 +26,6 @@ from jax_attn_bwd import (
     multi_scale_deformable_attention,
     scaled_masked_softmax,
 )
-from jax_attn_bwd.bench.measure import Workload, compiled_contender
-from jax_attn_bwd.bench.peers import Edges, gather_form, segments
 
 Program = tuple[Callable[..., Any], Callable[..., Any], tuple]  # (with our operator, plain, arguments)
 _ATTENTIONS = (dot_product_attention, jax.nn.dot_product_attention)  # ours, plain
@@ -165,7 +165,7 @@ def _graph(
     count = nodes + bool(capacity)
     graph = BipartiteCSC.from_coo(src, dst, count, count, **({"capacity": capacity} if capacity else {}))
     src, dst = (np.pad(x, (0, graph.capacity - len(x)), constant_values=nodes) for x in (src, dst))
-    attend = segments(Edges(src, dst, count, heads, width), "graph_attention")
+    attend = segment_ops(Edges(src, dst, count, heads, width), "graph_attention")
     args = _draw((count, heads * width), (count, heads * width), (2 * heads * width,))
     ours = lambda *args: graph_attention(graph, *args, num_heads=heads)[:nodes]
     plain = lambda *args: attend(*args)[:nodes]
@@ -177,7 +177,7 @@ def _edge_softmax(nodes: int, edges: int, heads: int) -> Program:
     rng = np.random.default_rng(0)
     dst = np.sort(np.concatenate([np.arange(nodes), rng.integers(0, nodes, edges - nodes)]))
     graph = BipartiteCSC.from_coo(rng.integers(0, nodes, edges), dst, nodes, nodes)
-    plain = segments(Edges(np.asarray(graph.indices), dst, nodes, heads, 1), "edge_softmax")
+    plain = segment_ops(Edges(np.asarray(graph.indices), dst, nodes, heads, 1), "edge_softmax")
     ours = partial(edge_softmax, graph)
     return _both(_between_sines(ours), _between_sines(plain), _draw((edges, heads)))
 

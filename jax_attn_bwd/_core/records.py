@@ -1,4 +1,4 @@
-"""Which kernels are proven on a device, and so picked by themselves.
+"""Records of the kernels that are proven on a device, and so picked by themselves.
 
 A kernel is proven where `python -m jax_attn_bwd.check --enable` ran it on such a device and kept a record of
 it, or by the line of `targets.py` that says that its tests passed on that generation. A user's word in the
@@ -12,7 +12,6 @@ import logging
 import math
 import os
 import re
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -122,34 +121,14 @@ def versions(family: str) -> dict[str, str]:
     return {"jax": jax.__version__, "jaxlib": jaxlib.__version__, "jax_attn_bwd": digest.hexdigest()}
 
 
-def write(kind: str, family: str, contents: Mapping[str, Any]) -> Path:
-    """Puts a record in place of the old one, at once: who reads meanwhile finds one or the other.
-
-    Raises:
-      OSError, RuntimeError: the folder cannot be made or written.
-    """
-    file = path(kind, family)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    held = {"device": kind, "versions": versions(family), **contents}
-    number, draft = tempfile.mkstemp(dir=file.parent, prefix=file.stem, suffix=".tmp")
-    try:
-        with os.fdopen(number, "w") as opened:
-            json.dump(held, opened, indent=1)
-        Path(draft).replace(file)
-    except BaseException:
-        Path(draft).unlink(missing_ok=True)
-        raise
-    _read.cache_clear()
-    return file
-
-
 def record(kind: str, family: str) -> Record | str:
     """Returns the record of these kernels on such a device, or why there is none; a process reads it once."""
-    return _read(kind, family, *map(os.environ.get, (CACHE, "XDG_CACHE_HOME")))
+    return read_once(kind, family, *map(os.environ.get, (CACHE, "XDG_CACHE_HOME")))
 
 
 @functools.cache
-def _read(kind: str, family: str, *where: str | None) -> Record | str:
+def read_once(kind: str, family: str, *where: str | None) -> Record | str:
+    """Reads the file of a record; `where` is what its folder follows from."""
     # a file that is JSON
     try:
         held = json.loads((file := path(kind, family)).read_text())

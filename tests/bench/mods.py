@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from bench import peers
+from bench.measure import TOLERANCES, Contender, Workload, compiled_contender, step
 from jax_attn_bwd import dot_product_attention, mods
-from jax_attn_bwd.bench import peers
-from jax_attn_bwd.bench.measure import TOLERANCES, Contender, Workload, compiled_contender, step
 
 HEADS, SIZE = 4, 64
 SHORT, LONG, QUICK = 4096, 16384, 256  # tokens; the long ones have no array beside them

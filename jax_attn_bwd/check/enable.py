@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import jax_attn_bwd
-from jax_attn_bwd._core import console, proven
+from jax_attn_bwd._core import console, records
 
-COMMAND = (sys.executable, "-m", "jax_attn_bwd.proof")  # of a worker
+COMMAND = (sys.executable, "-m", "jax_attn_bwd.check.worker")  # of a worker
 HELP = "prove the kernels of the chip at hand, and have them picked where they are faster"
 SECONDS = 300.0  # that all of it may take
 START_SECONDS = 120.0  # until a worker says its first word
@@ -111,7 +111,7 @@ class Worker:
 
 
 def _environment() -> dict[str, str]:
-    found = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", **os.environ, proven.KERNELS: "none"}
+    found = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", **os.environ, records.KERNELS: "none"}
     if (platforms := found.get("JAX_PLATFORMS")) and "cpu" not in platforms.split(","):
         found["JAX_PLATFORMS"] = f"{platforms},cpu"  # float64 is computed there
     return found
@@ -199,9 +199,30 @@ def keep(chip: Mapping[str, Any], verdicts: Sequence[Verdict], sizes: Mapping[st
     kernels = {v.name: {"failed": v.failed, "times": dict(v.times)} for v in found}
     about = {"version": jax_attn_bwd.__version__, "driver": chip["driver"]}
     written = datetime.date.today().isoformat()
-    return proven.write(
+    return write(
         chip["device"], verdicts[0].family, {"written": written, **about, "kernels": kernels, "sizes": sizes}
     )
+
+
+def write(kind: str, family: str, contents: Mapping[str, Any]) -> Path:
+    """Puts a record in place of the old one, at once: who reads meanwhile finds one or the other.
+
+    Raises:
+      OSError, RuntimeError: the folder cannot be made or written.
+    """
+    file = records.path(kind, family)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    held = {"device": kind, "versions": records.versions(family), **contents}
+    number, draft = tempfile.mkstemp(dir=file.parent, prefix=file.stem, suffix=".tmp")
+    try:
+        with os.fdopen(number, "w") as opened:
+            json.dump(held, opened, indent=1)
+        Path(draft).replace(file)
+    except BaseException:
+        Path(draft).unlink(missing_ok=True)
+        raise
+    records.read_once.cache_clear()
+    return file
 
 
 def row(verdict: Verdict, portable: Mapping[str, float]) -> tuple[str, ...]:
@@ -260,14 +281,14 @@ def run(families: Sequence[str], seconds: float = SECONDS) -> int:
 def _unwritable() -> str | None:
     """Tells why no record can be kept; None if one can."""
     try:
-        folder = proven.folder()
+        folder = records.folder()
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             return None
     except RuntimeError:
-        return f"this user has no home folder; set {proven.CACHE} to a folder that can be written"
+        return f"this user has no home folder; set {records.CACHE} to a folder that can be written"
     except OSError as error:
         why = error.strerror or error
         return (
-            f"the folder of records, {folder}, cannot be written ({why}); set {proven.CACHE} to one that can"
+            f"the folder of records, {folder}, cannot be written ({why}); set {records.CACHE} to one that can"
         )

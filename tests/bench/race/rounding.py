@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
-from jax_attn_bwd.bench.measure import Results
+from bench.measure import Results
 
 CANCELLED = 8  # roundings of the largest gradient are left where the terms of another cancel
 TIMES = 2  # as large as the error of the plain formula that of ours may be

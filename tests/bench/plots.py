@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jax_attn_bwd.bench.report import Row, shown
+from bench.report import Row, shown
 
 _OURS = ("jax_attn_bwd", "our ", "causal")  # how contenders of our own begin
 _HATCH = "///"  # of bars that compare ours with ours

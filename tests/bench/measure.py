@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from bench.report import Row
 from jax_attn_bwd._core.cases import Case, Operator, cast, cotangents
-from jax_attn_bwd.bench.report import Row
 from jax_attn_bwd.check import relative_error
 
 TOLERANCES = {

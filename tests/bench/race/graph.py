@@ -8,10 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_attn_bwd
+from bench import plain
+from bench.race.call import Budget, Call, Lot, activation, parameter, random_key
 from jax_attn_bwd import BipartiteCSC
-from jax_attn_bwd.bench.peers import Edges, segments
-from jax_attn_bwd.bench.race import plain
-from jax_attn_bwd.bench.race.call import Budget, Call, Lot, activation, parameter, random_key
 
 ATTENTION = {
     "GAT": "graph_attention",
@@ -71,7 +70,7 @@ def graph(lot: Lot, budget: Budget) -> Call:
         """Sums in float32, whatever the dtype: sums of many bfloat16 terms stand still."""
         dtype, wide = a[next(iter(inputs))].dtype, [a[x].astype(jnp.float32) for x in ORDER if x in a]
         dropout = [partial(drop, a["dropout_key"])] if "dropout_key" in a else []
-        found = segments(Edges(*ends, nodes, heads, width), operator, *dropout)(*wide)
+        found = plain.segment_ops(plain.Edges(*ends, nodes, heads, width), operator, *dropout)(*wide)
         if mean and kind in ATTENTION:
             found = found.reshape(nodes, heads, width).mean(1)
         return found.astype(dtype)
