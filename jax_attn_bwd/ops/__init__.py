@@ -16,7 +16,7 @@ scores as functions; three engines, `materialized` (small planes), `tiles` (loop
 sums over tiles, `row_terms` lse and delta; `devices` queries that lie on several devices; `engine` the door
 for layers and rings.
 
-Graph attention is three operators that share `rule` and `derivatives`, the `_bwd` and `_jvp` of all; `kinds`
+Graph attention is three operators that share `rule` and `derivatives`, the `_bwd` of all; `kinds`
 holds what they differ in, `structure`, `groups` and `loops` the graph, `edge_ops` the sums over edges.
 
 Linear attention: `layout` lays tokens out in groups of chunks, `chunk` holds what the tokens of a chunk are

@@ -49,7 +49,6 @@ def layer(x: jax.Array, w: jax.Array, numbers: np.ndarray, weights: bool) -> Non
     assert_type(probs, jax.Array)
     out, residual = jab.multi_head_attention(params, x, return_residual=True)
     assert_type(jab.multi_head_attention(params, x, return_weights=True, forward_mode=True), Pair)
-    assert_type(jab.multi_head_attention_jvp(params, x, dparams=params, dquery=x, is_causal=True), Pair)
     grads = jab.multi_head_attention_bwd(out, params, x, residual=residual)
     assert_type(grads.params.query_kernel, jax.Array | None)
     from_numpy = jab.MultiHeadAttentionParams(query_kernel=numbers)
@@ -64,7 +63,6 @@ def graphs(x: jax.Array, a: jax.Array, edge: np.ndarray, weights: bool) -> None:
     assert_type(graph.with_self_loops(), jab.BipartiteCSC)
     assert_type(graph.with_self_loops(edge, fill_value=1.0), tuple[jab.BipartiteCSC, jax.Array])
     assert_type(jab.graph_attention(graph, x, None, a, num_heads=2, forward_mode=True), jax.Array)
-    assert_type(jab.graph_attention_jvp(graph, x, None, a, num_heads=2, edge=edge, dedge=edge), Pair)
     assert_type(jab.graph_attention(graph, x, None, a, num_heads=2, return_attention_weights=True), Pair)
     assert_type(jab.graph_attention_v2(graph, x, x, a, num_heads=2, return_residual=True), Pair)
     out, probs, lse = jab.graph_attention(
@@ -79,7 +77,6 @@ def graphs(x: jax.Array, a: jax.Array, edge: np.ndarray, weights: bool) -> None:
     jab.graph_transformer_attention_bwd(out, graph, x, x, x, num_heads=2, scale=1.0, score_bias=edge)
     assert_type(jab.edge_softmax(graph, edge), jax.Array)
     assert_type(jab.edge_max_bwd(x, graph, x, x, implementation="xla"), jax.Array)
-    assert_type(jab.edge_mean_jvp(graph, x, dedge=x), Pair)
     conv = GATConv(8, 4, heads=2, dropout=0.1, fill_value="max", dtype="float32", rngs=nnx.Rngs(0))
     assert_type(conv(x, graph), jax.Array)
     assert_type(conv(x, graph, return_attention_weights=True), Pair)
@@ -97,7 +94,6 @@ def frameworks(x: jax.Array, mesh: jax.sharding.Mesh) -> None:
 
 def others(x: jax.Array, value: np.ndarray, locations: jax.Array) -> None:
     assert_type(jab.scaled_masked_softmax(value, value > 0, scale=x), jax.Array)
-    assert_type(jab.scaled_masked_softmax_jvp(value, dx=value, sink=x, dsink=x, is_causal=True), Pair)
     sample = jab.multi_scale_deformable_attention
     assert_type(sample(value, [(4, 4)], locations, x, normalize="softmax"), jax.Array)
     assert_type(sample([x, x], np.array([[4, 4], [2, 2]]), locations, x), jax.Array)

@@ -3,7 +3,6 @@
 from jax_attn_bwd.ops.deformable.api import (
     multi_scale_deformable_attention,
     multi_scale_deformable_attention_bwd,
-    multi_scale_deformable_attention_jvp,
 )
 from jax_attn_bwd.ops.deformable.spec import MultiScaleDeformableAttentionGrads
 
@@ -11,5 +10,4 @@ __all__ = [
     "MultiScaleDeformableAttentionGrads",
     "multi_scale_deformable_attention",
     "multi_scale_deformable_attention_bwd",
-    "multi_scale_deformable_attention_jvp",
 ]

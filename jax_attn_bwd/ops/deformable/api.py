@@ -194,44 +194,6 @@ def multi_scale_deformable_attention_bwd(
     )
 
 
-def multi_scale_deformable_attention_jvp(
-    value: Array | Sequence[Array],
-    spatial_shapes: Sequence[Sequence[int]] | np.ndarray,
-    sampling_locations: Array,
-    attention_weights: Array,
-    *,
-    dvalue: Array | Sequence[Array] | None = None,
-    dsampling_locations: Array | None = None,
-    dattention_weights: Array | None = None,
-    **options: Unpack[MultiScaleDeformableAttentionKeywords],
-) -> tuple[jax.Array, jax.Array]:
-    """Returns the output of `multi_scale_deformable_attention` and its tangent.
-
-    Differentiable in both modes, and raises, as the forward call with `forward_mode=True`.
-
-    Args:
-      dvalue, dsampling_locations, dattention_weights: tangents, each of the shape and dtype of its argument
-        (a sequence of feature maps has one of tangents); None = 0.
-
-    Returns:
-      (out, dout): `[B, Q, M * D]`, dtype of `value`. A point that is skipped has tangent 0; at an integer x
-      or y the derivative is the right-hand one.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from jax_attn_bwd import multi_scale_deformable_attention_jvp
-      >>> value, weights = jnp.arange(6.0).reshape(1, 6, 1, 1), jnp.ones((1, 1, 1, 1, 1))
-      >>> centre = jnp.full((1, 1, 1, 1, 1, 2), 0.5)
-      >>> out, dout = multi_scale_deformable_attention_jvp(
-      ...     value, ((2, 3),), centre, weights, dsampling_locations=jnp.ones_like(centre))
-      >>> out.item(), dout.item()
-      (2.5, 9.0)
-    """
-    return secondary_calls.with_tangent(
-        multi_scale_deformable_attention, MultiScaleDeformableAttentionKeywords, **locals()
-    )
-
-
 _PORTABLE = backend.Implementation("xla", portable_forward.forward, portable_backward.backward)
 IMPLEMENTATIONS = (
     backend.kernel("mosaic_tpu", __package__, _PORTABLE, ("tpu",)),

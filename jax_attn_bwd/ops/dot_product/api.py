@@ -268,41 +268,6 @@ def dot_product_attention_bwd(
     return grads._replace(mod_args=float_leaves.in_dtypes_of(tuple(given["mod_args"]), grads.mod_args))
 
 
-def dot_product_attention_jvp(
-    query: Array,
-    key: Array,
-    value: Array,
-    bias: Array | None = None,
-    mask: Array | None = None,
-    *,
-    dquery: Array | None = None,
-    dkey: Array | None = None,
-    dvalue: Array | None = None,
-    dbias: Array | None = None,
-    dsink: Array | None = None,
-    **options: Unpack[DotProductAttentionKeywords],
-) -> tuple[jax.Array, jax.Array]:
-    """Returns the output of `dot_product_attention` and its tangent, in one pass over the tiles.
-
-    Differentiable in both modes, and raises, as the forward call with `forward_mode=True`.
-
-    Args:
-      dquery, dkey, dvalue, dbias, dsink: tangents, each of the shape and dtype of its argument; None = 0.
-        Those of mod_args and of lse are for `jax.jvp` of the call with `forward_mode=True`.
-
-    Returns:
-      (out, dout): `[..., T, N, Hv]`, dtype of `query`. A query that sees nothing has tangent 0.
-
-    Example:
-      >>> import jax
-      >>> import jax_attn_bwd as jab
-      >>> q, k, v, dq = jax.random.normal(jax.random.key(0), (4, 2, 16, 4, 8))
-      >>> jab.dot_product_attention_jvp(q, k, v, dquery=dq, is_causal=True)[1].shape
-      (2, 16, 4, 8)
-    """
-    return secondary_calls.with_tangent(dot_product_attention, DotProductAttentionKeywords, **locals())
-
-
 _READ_TWICE = ("query", "key", "value")  # in the forward and in the backward
 
 

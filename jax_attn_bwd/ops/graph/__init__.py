@@ -4,25 +4,18 @@ from jax_attn_bwd.ops.graph.api import graph_attention, graph_attention_v2, grap
 from jax_attn_bwd.ops.graph.batching import BatchLayout, GraphBatch, batch_graphs
 from jax_attn_bwd.ops.graph.derivatives import (
     graph_attention_bwd,
-    graph_attention_jvp,
     graph_attention_v2_bwd,
-    graph_attention_v2_jvp,
     graph_transformer_attention_bwd,
-    graph_transformer_attention_jvp,
 )
 from jax_attn_bwd.ops.graph.edge_ops import (
     edge_max,
     edge_max_bwd,
-    edge_max_jvp,
     edge_mean,
     edge_mean_bwd,
-    edge_mean_jvp,
     edge_softmax,
     edge_softmax_bwd,
-    edge_softmax_jvp,
     edge_sum,
     edge_sum_bwd,
-    edge_sum_jvp,
 )
 from jax_attn_bwd.ops.graph.spec import GraphAttentionGrads, GraphTransformerAttentionGrads
 from jax_attn_bwd.ops.graph.structure import BipartiteCSC
@@ -36,23 +29,16 @@ __all__ = [
     "batch_graphs",
     "edge_max",
     "edge_max_bwd",
-    "edge_max_jvp",
     "edge_mean",
     "edge_mean_bwd",
-    "edge_mean_jvp",
     "edge_softmax",
     "edge_softmax_bwd",
-    "edge_softmax_jvp",
     "edge_sum",
     "edge_sum_bwd",
-    "edge_sum_jvp",
     "graph_attention",
     "graph_attention_bwd",
-    "graph_attention_jvp",
     "graph_attention_v2",
     "graph_attention_v2_bwd",
-    "graph_attention_v2_jvp",
     "graph_transformer_attention",
     "graph_transformer_attention_bwd",
-    "graph_transformer_attention_jvp",
 ]

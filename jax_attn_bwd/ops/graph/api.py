@@ -1,6 +1,6 @@
 """The graph attentions: the public functions.
 
-`rule.py` has their custom_vjp, `derivatives.py` the `_bwd`s and `_jvp`s.
+`rule.py` has their custom_vjp, `derivatives.py` the `_bwd`s.
 """
 
 from collections.abc import Sequence

@@ -179,59 +179,6 @@ def edge_max_bwd(
     return _gradient("edge_max", **locals())
 
 
-def edge_sum_jvp(
-    graph: BipartiteCSC, edge: Array, *, dedge: Array | None = None, **options: Unpack[EdgeKeywords]
-) -> tuple[jax.Array, jax.Array]:
-    """Returns `edge_sum` and its tangent, the sum of the tangents.
-
-    Differentiable in both modes, and raises, as the forward call with `forward_mode=True`.
-
-    Args:
-      dedge: tangent of `edge`, its shape and dtype; None = 0.
-
-    Returns:
-      (out, dout): as the forward returns out; 0 for a destination without edges.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from jax_attn_bwd import BipartiteCSC, edge_sum_jvp
-      >>> graph = BipartiteCSC.from_coo(src=[0, 2, 1], dst=[1, 0, 1], num_src=3, num_dst=2)
-      >>> edge_sum_jvp(graph, jnp.ones(3), dedge=jnp.array([1.0, 2.0, 3.0]))[1].tolist()
-      [2.0, 4.0]
-    """
-    return secondary_calls.with_tangent(edge_sum, EdgeKeywords, **locals())
-
-
-def edge_mean_jvp(
-    graph: BipartiteCSC, edge: Array, *, dedge: Array | None = None, **options: Unpack[EdgeKeywords]
-) -> tuple[jax.Array, jax.Array]:
-    """Returns `edge_mean` and its tangent, the mean of the tangents, as `edge_sum_jvp` does those of the sum.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from jax_attn_bwd import BipartiteCSC, edge_mean_jvp
-      >>> graph = BipartiteCSC.from_coo(src=[0, 2, 1], dst=[1, 0, 1], num_src=3, num_dst=2)
-      >>> edge_mean_jvp(graph, jnp.ones(3), dedge=jnp.array([1.0, 2.0, 3.0]))[1].tolist()
-      [2.0, 2.0]
-    """
-    return secondary_calls.with_tangent(edge_mean, EdgeKeywords, **locals())
-
-
-def edge_max_jvp(
-    graph: BipartiteCSC, edge: Array, *, dedge: Array | None = None, **options: Unpack[EdgeKeywords]
-) -> tuple[jax.Array, jax.Array]:
-    """Returns `edge_max` and its tangent, the mean over the edges that hold it, as `edge_sum_jvp` does.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from jax_attn_bwd import BipartiteCSC, edge_max_jvp
-      >>> graph = BipartiteCSC.from_coo(src=[0, 2, 1], dst=[1, 0, 1], num_src=3, num_dst=2)
-      >>> edge_max_jvp(graph, jnp.array([1.0, 5.0, 3.0]), dedge=jnp.array([1.0, 2.0, 3.0]))[1].tolist()
-      [2.0, 3.0]
-    """
-    return secondary_calls.with_tangent(edge_max, EdgeKeywords, **locals())
-
-
 def edge_softmax(
     graph: BipartiteCSC,
     scores: Array,
@@ -316,32 +263,6 @@ def edge_softmax_bwd(
     dweights = reshard_like(dweights, weights, range(weights.ndim))
     chosen = backend.select(name, IMPLEMENTATIONS["edge_softmax"], implementation, None, (graph, weights))
     return chosen.backward(graph, dweights, weights)
-
-
-def edge_softmax_jvp(
-    graph: BipartiteCSC, scores: Array, *, dscores: Array | None = None, **options: Unpack[EdgeKeywords]
-) -> tuple[jax.Array, jax.Array]:
-    """Returns the output of `edge_softmax` and its tangent.
-
-        dw[e] = w[e] (ds[e] - sum of w[f] ds[f] over the edges f into the same destination)
-
-    Differentiable in both modes, and raises, as the forward call with `forward_mode=True`.
-
-    Args:
-      dscores: tangent of `scores`, its shape and dtype; None = 0.
-
-    Returns:
-      (weights, dweights): shape and dtype of `scores`.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from jax_attn_bwd import BipartiteCSC, edge_softmax_jvp
-      >>> graph = BipartiteCSC.from_coo(src=[0, 1], dst=[0, 0], num_src=2, num_dst=1)
-      >>> scores, moving = jnp.log(jnp.array([1.0, 3.0])), jnp.array([1.0, 0.0])
-      >>> edge_softmax_jvp(graph, scores, dscores=moving)[1].round(4).tolist()
-      [0.1875, -0.1875]
-    """
-    return secondary_calls.with_tangent(edge_softmax, EdgeKeywords, **locals())
 
 
 def _reduced(name: str, graph: Any, edge: Any, forward_mode: Any, implementation: Any) -> jax.Array:

@@ -3,10 +3,8 @@
 from jax_attn_bwd.ops.linear_attention.api import (
     gated_delta_rule,
     gated_delta_rule_bwd,
-    gated_delta_rule_jvp,
     gated_linear_attention,
     gated_linear_attention_bwd,
-    gated_linear_attention_jvp,
 )
 from jax_attn_bwd.ops.linear_attention.spec import GatedDeltaRuleGrads, GatedLinearAttentionGrads
 
@@ -15,8 +13,6 @@ __all__ = [
     "GatedLinearAttentionGrads",
     "gated_delta_rule",
     "gated_delta_rule_bwd",
-    "gated_delta_rule_jvp",
     "gated_linear_attention",
     "gated_linear_attention_bwd",
-    "gated_linear_attention_jvp",
 ]

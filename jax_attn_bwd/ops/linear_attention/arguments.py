@@ -104,7 +104,7 @@ def _query_key_value(operator: str, query, key, value) -> tuple[jax.Array, jax.A
     for argument, x in (("query", query), ("key", key), ("value", value)):
         spec = sharding.explicit_spec(sharding.without_ones(x))
         if spec[-3] is not None:
-            short = operator.removesuffix("_bwd").removesuffix("_jvp")
+            short = operator.removesuffix("_bwd")
             remedy = f"jax_attn_bwd.parallel.{short} inside jax.shard_map takes a sequence that is cut"
             raise ValueError(checks.message(operator, argument, "not be sharded along T", spec, remedy))
         if spec[-1] is not None:

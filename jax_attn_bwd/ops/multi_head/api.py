@@ -314,62 +314,6 @@ def _wanted(operator: str, operands: Operands, wrt: Any) -> set[str]:
     return names - {"params"} | (set(PARAMS) & set(present) if "params" in names else set())
 
 
-def multi_head_attention_jvp(
-    params: MultiHeadAttentionParams[Array],
-    query: Array,
-    key: Array | None = None,
-    value: Array | None = None,
-    *,
-    dparams: MultiHeadAttentionParams[Array] | None = None,
-    dquery: Array | None = None,
-    dkey: Array | None = None,
-    dvalue: Array | None = None,
-    dbias: Array | None = None,
-    **options: Unpack[MultiHeadAttentionKeywords],
-) -> tuple[jax.Array, jax.Array]:
-    """Returns the output of `multi_head_attention` and its tangent, in one pass over the tiles.
-
-    Differentiable in both modes, and raises, as the forward call with `forward_mode=True`.
-
-    Args:
-      dparams: a MultiHeadAttentionParams of tangents, each of the shape and dtype of its parameter; None, and
-        a field that is None, = 0.
-      dquery, dkey, dvalue, dbias: tangents, each of the shape and dtype of its argument; None = 0. Where key
-        (or value) is None, the tangent of `query` (or `key`) moves it, too. Those of mod_args and of the
-        weights are for `jax.jvp` of the call with `forward_mode=True`.
-
-    Returns:
-      (out, dout): `[..., T, Eo]`, dtype of `query`. A query that sees nothing moves by the tangent of the
-      output bias alone.
-
-    Example:
-      >>> import jax
-      >>> import jax_attn_bwd as jab
-      >>> x, dx, w = jax.random.normal(jax.random.key(0), (3, 16, 16))
-      >>> params = jab.MultiHeadAttentionParams(query_kernel=w[:, None])
-      >>> jab.multi_head_attention_jvp(params, x, dparams=params, dquery=dx)[1].shape
-      (16, 16)
-    """
-    name = f"{_NAME}_jvp"
-    given = secondary_calls.complete(name, multi_head_attention, MultiHeadAttentionKeywords, options)
-    params = checks.instance(name, "params", params, MultiHeadAttentionParams)
-    dparams = MultiHeadAttentionParams() if dparams is None else dparams
-    dparams = checks.instance(name, "dparams", dparams, MultiHeadAttentionParams)
-
-    # the arrays that may move, by name, and how they do
-    names = (*INPUTS, "bias")
-    primals = dict(zip(names, (query, key, value, given.pop("bias")), strict=True))
-    primals |= {f"params.{field}": x for field, x in params._asdict().items()}
-    along = dict(zip(names, (dquery, dkey, dvalue, dbias), strict=True))
-    along |= {f"params.{field}": x for field, x in dparams._asdict().items()}
-
-    def call(**arrays: Any) -> jax.Array:
-        params = MultiHeadAttentionParams(*(arrays.pop(f"params.{field}") for field in PARAMS))
-        return multi_head_attention(params, **arrays, forward_mode=True, **given)
-
-    return secondary_calls.outputs_and_tangents(name, call, primals, along)
-
-
 # those of dense attention, with the layer around them
 IMPLEMENTATIONS = tuple(
     replace(attention, forward=layer_forward.forward, backward=layer_backward.backward)

@@ -1,9 +1,5 @@
 """Scaled masked softmax."""
 
-from jax_attn_bwd.ops.softmax.api import (
-    scaled_masked_softmax,
-    scaled_masked_softmax_bwd,
-    scaled_masked_softmax_jvp,
-)
+from jax_attn_bwd.ops.softmax.api import scaled_masked_softmax, scaled_masked_softmax_bwd
 
-__all__ = ["scaled_masked_softmax", "scaled_masked_softmax_bwd", "scaled_masked_softmax_jvp"]
+__all__ = ["scaled_masked_softmax", "scaled_masked_softmax_bwd"]

@@ -1,12 +1,12 @@
 """Scaled masked softmax: the public functions, their checks, and the rules."""
 
 from dataclasses import replace
-from typing import Any, Unpack, get_args
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
 
-from jax_attn_bwd._core import backend, checks, masks, secondary_calls
+from jax_attn_bwd._core import backend, checks, masks
 from jax_attn_bwd._core.numerics import to_rank
 from jax_attn_bwd._core.operation import Operation
 from jax_attn_bwd._core.sharding import reshard_like
@@ -16,14 +16,7 @@ from jax_attn_bwd.ops.softmax import forward as portable_forward
 from jax_attn_bwd.ops.softmax import tangent as written_tangent
 from jax_attn_bwd.ops.softmax.plan import Plan
 from jax_attn_bwd.ops.softmax.plan import plan as planned
-from jax_attn_bwd.ops.softmax.spec import (
-    DIFFERENTIABLE,
-    Operands,
-    Options,
-    Residuals,
-    ScaledMaskedSoftmaxKeywords,
-    Wanted,
-)
+from jax_attn_bwd.ops.softmax.spec import DIFFERENTIABLE, Operands, Options, Residuals, Wanted
 
 _NAME = "scaled_masked_softmax"
 
@@ -165,38 +158,6 @@ def scaled_masked_softmax_bwd(
     if mask is None:
         return dx
     return jnp.where(mask, dx, 0)
-
-
-def scaled_masked_softmax_jvp(
-    x: Array,
-    mask: Array | None = None,
-    *,
-    dx: Array | None = None,
-    dscale: Array | None = None,
-    dbias: Array | None = None,
-    dsink: Array | None = None,
-    **options: Unpack[ScaledMaskedSoftmaxKeywords],
-) -> tuple[jax.Array, jax.Array]:
-    """Returns the output of `scaled_masked_softmax` and its tangent.
-
-        dy = y * (dz - sum over axis of y * dz),   dz = scale * dx + dscale * x + dbias
-
-    Differentiable in both modes, and raises, as the forward call with `forward_mode=True`.
-
-    Args:
-      dx, dscale, dbias, dsink: tangents, each of the shape and dtype of its argument; None = 0.
-
-    Returns:
-      (y, dy): shape and dtype of `x`. A row that sees nothing has tangent 0.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from jax_attn_bwd import scaled_masked_softmax_jvp
-      >>> y, dy = scaled_masked_softmax_jvp(jnp.log(jnp.array([1.0, 3.0])), dx=jnp.array([1.0, 0.0]))
-      >>> y.round(4).tolist(), dy.round(4).tolist()
-      ([0.25, 0.75], [0.1875, -0.1875])
-    """
-    return secondary_calls.with_tangent(scaled_masked_softmax, ScaledMaskedSoftmaxKeywords, **locals())
 
 
 def _axis(operator: str, x: jax.Array, axis: Any) -> int:

@@ -6,12 +6,12 @@ shape of x with 1 at `axis`.
 
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple
 
 import jax
 
 from jax_attn_bwd._core import masks
-from jax_attn_bwd._core.types import Array, FullyMasked, Implementation
+from jax_attn_bwd._core.types import FullyMasked
 
 DIFFERENTIABLE = ("x", "scale", "bias", "sink")
 
@@ -79,16 +79,3 @@ class Residuals(NamedTuple):
     x: jax.Array | None = None  # if the gradient of scale is wanted
     sink_prob: jax.Array | None = None  # with a sink
     live: jax.Array | None = None  # with fully_masked="uniform" or "nan"
-
-
-class ScaledMaskedSoftmaxKeywords(TypedDict, total=False):
-    """Keywords of `scaled_masked_softmax`."""
-
-    scale: float | Array
-    bias: Array | None
-    sink: Array | None
-    axis: int
-    is_causal: bool
-    local_window_size: int | tuple[int, int] | None
-    fully_masked: FullyMasked
-    implementation: Implementation | None

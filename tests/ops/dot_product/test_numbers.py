@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from helpers import assert_close, thorough
 
-from jax_attn_bwd import dot_product_attention, dot_product_attention_jvp, mods
+from jax_attn_bwd import dot_product_attention, mods
 from jax_attn_bwd.ops.dot_product import plan as planning
 
 
@@ -87,8 +87,8 @@ def test_a_sink_tied_with_huge_logits_has_its_share():
 def test_tangent_of_a_sink_tied_with_huge_logits():
     x, bias, sink = jnp.zeros((1, 7, 1, 1), jnp.float32), jnp.float32(-1e9), jnp.full(1, -1e9, jnp.float32)
     ones, bias = jnp.ones_like(x), jnp.broadcast_to(bias, (1, 1, 7, 7))
-    jvp = partial(dot_product_attention_jvp, x, x, ones, bias, sink=sink)
-    out, dout = jvp(dsink=jnp.ones(1, jnp.float32), dvalue=ones)
+    call = lambda v, sink: dot_product_attention(x, x, v, bias, sink=sink, forward_mode=True)
+    out, dout = jax.jvp(call, (ones, sink), (ones, jnp.ones(1, jnp.float32)))
     assert_close(out, 7 / 8 * ones, 1e-6)
     assert_close(dout, (7 / 8 - 7 / 64) * ones, 1e-6)
 
@@ -96,15 +96,17 @@ def test_tangent_of_a_sink_tied_with_huge_logits():
 def test_tangents_of_what_is_hidden_are_not_read():
     x, hidden = jnp.ones((1, 3, 1, 1), jnp.float32), np.tri(3, k=-1, dtype=bool)[None, None]
     bias, along = (jnp.where(hidden, at, np.float32(1)) for at in (-np.inf, np.nan))
-    _, dout = dot_product_attention_jvp(x, x, x, bias, dbias=along)
+    call = partial(dot_product_attention, x, x, x, forward_mode=True)
+    _, dout = jax.jvp(call, (bias,), (along,))
     assert not dout.any()  # what is seen moves alike
 
 
 def test_tangent_of_a_sink_of_minus_infinity_in_rows_that_see_nothing():
     x = jnp.ones((1, 3, 1, 1), jnp.float32)
     sink, lengths = jnp.full(1, -jnp.inf, jnp.float32), jnp.asarray([2], jnp.int32)
-    jvp = partial(dot_product_attention_jvp, x, x, x, sink=sink, query_seq_lengths=lengths)
-    assert not jvp(dsink=jnp.ones(1, jnp.float32))[1].any()
+    call = partial(dot_product_attention, x, x, x, query_seq_lengths=lengths, forward_mode=True)
+    _, dout = jax.jvp(lambda sink: call(sink=sink), (sink,), (jnp.ones(1, jnp.float32),))
+    assert not dout.any()
 
 
 @pytest.mark.usefixtures("_form")

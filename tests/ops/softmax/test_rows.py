@@ -1,11 +1,13 @@
 """Rows that see nothing, blocks of rows, and what is saved of them."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from helpers import assert_close, saved_arrays
 
-from jax_attn_bwd import scaled_masked_softmax, scaled_masked_softmax_bwd, scaled_masked_softmax_jvp
+from jax_attn_bwd import scaled_masked_softmax, scaled_masked_softmax_bwd
 
 
 def normal(*shape, seed=0, dtype=np.float64):
@@ -61,7 +63,8 @@ def test_tangents_of_what_is_hidden_are_not_read():
     """Nor those of a row that sees nothing, whatever it is filled with."""
     x, mask = normal(2, 3), np.array([[1, 1, 0], [0, 0, 0]], bool)
     along = jnp.where(mask, x, np.nan)
-    y, dy = scaled_masked_softmax_jvp(x, mask, dx=along, bias=x, dbias=along, fully_masked="uniform")
+    call = partial(scaled_masked_softmax, mask=mask, fully_masked="uniform", forward_mode=True)
+    y, dy = jax.jvp(lambda x, bias: call(x, bias=bias), (x, x), (along, along))
     moved = 2 * np.where(mask, x, 0)[0]
     assert_close(dy[0], y[0] * (moved - (y[0] * moved).sum()), 1e-12)
     assert not dy[1].any()
@@ -69,7 +72,8 @@ def test_tangents_of_what_is_hidden_are_not_read():
 
 def test_x_that_is_hidden_is_not_read_where_its_scale_moves():
     x, mask, scale = normal(2, 3), np.array([True, True, False]), normal(2, 1, seed=1)
-    tangent = lambda x: scaled_masked_softmax_jvp(x, mask, scale=scale, dscale=scale + 1)[1]
+    call = lambda x: lambda scale: scaled_masked_softmax(x, mask, scale=scale, forward_mode=True)
+    tangent = lambda x: jax.jvp(call(x), (scale,), (scale + 1,))[1]
     clean, dirty = (tangent(jnp.where(mask, x, beyond)) for beyond in (0.0, np.nan))
     assert np.abs(clean[:, :2]).min() > 0
     assert_close(dirty, clean, 0)
