@@ -16,7 +16,6 @@ from jax_attn_bwd.ops.dot_product.arguments import require_floats
 from jax_attn_bwd.ops.dot_product.spec import as_cotangents
 from jax_attn_bwd.ops.multi_head import backward as layer_backward
 from jax_attn_bwd.ops.multi_head import forward as layer_forward
-from jax_attn_bwd.ops.multi_head import kernel_gradients
 from jax_attn_bwd.ops.multi_head import tangent as layer_tangent
 from jax_attn_bwd.ops.multi_head.arguments import prepare, times_scale
 from jax_attn_bwd.ops.multi_head.plan import Plan
@@ -26,7 +25,6 @@ from jax_attn_bwd.ops.multi_head.spec import (
     DIFFERENTIABLE,
     INPUTS,
     PARAMS,
-    PRODUCTS,
     MultiHeadAttentionGrads,
     MultiHeadAttentionKeywords,
     MultiHeadAttentionParams,
@@ -222,12 +220,7 @@ def multi_head_attention(
         expected = "be left out with forward_mode=True: a residual has no tangent"
         raise ValueError(checks.message(_NAME, "return_residual", expected, return_residual))
     plan = planned(_NAME, implementation, options, operands)
-    if not forward_mode and kernel_gradients.may_move(operands):
-        plan, operands = kernel_gradients.apart(plan, operands)
-    out, weights, residual, a = run(plan, operands)
-    if a is not None:
-        out = kernel_gradients.moved_by_out_kernel(options, operands, out, a)
-    given = tuple(x for x in (out, weights, residual) if x is not None)
+    given = tuple(x for x in run(plan, operands) if x is not None)
     return given if len(given) > 1 else given[0]
 
 
@@ -322,34 +315,27 @@ IMPLEMENTATIONS = tuple(
 _READ_TWICE = (*PARAMS, *INPUTS)  # in the forward and in the backward
 
 
-def _primal(plan: Plan, operands: Operands) -> tuple[Any, Any, Any, Any]:
-    result = layer_forward.forward(plan, _without_zeros(operands))
-    return _outputs(plan.options, result, result.residual.out)
+def _primal(plan: Plan, operands: Operands) -> tuple[Any, Any, Any]:
+    return _outputs(plan.options, layer_forward.forward(plan, operands))
 
 
-def _without_zeros(operands: Operands) -> Operands:
-    """Returns what is read: only the cotangents of the zeros matter."""
-    return operands._replace(query_product=None, key_product=None, value_product=None)
-
-
-def _outputs(options: Options, result: Result, a: jax.Array) -> tuple[Any, Any, Any, Any]:
+def _outputs(options: Options, result: Result) -> tuple[Any, Any, Any]:
     out, weights, residual = result
-    return out, weights, residual if options.return_residual else None, a if options.kernels_apart else None
+    return out, weights, residual if options.return_residual else None
 
 
 def _forward(plan, operands, wanted):
     # a kernel keeps what rounding takes, where these gradients need it
     attention = engine.differentiated(plan.attention, wanted)
-    operands = _without_zeros(operands)
     given = fusion.computed_once(operands, _READ_TWICE)
     result = layer_forward.forward(replace(plan, attention=attention), given)
     kept = engine.pack_residuals(attention, result.residual.attention(), wanted)
     saved = operands, result.residual._replace(**kept._asdict())
-    return _outputs(plan.options, result, kept.out), saved
+    return _outputs(plan.options, result), saved
 
 
 def _backward(plan, saved, wanted, cotangents):
-    dout, dweights, of_residual, _ = cotangents  # by (21) nothing moves with a
+    dout, dweights, of_residual = cotangents
     if jax.tree.leaves(of_residual):
         raise NotImplementedError(
             "multi_head_attention: the residual of return_residual has no gradient; "
@@ -357,8 +343,6 @@ def _backward(plan, saved, wanted, cotangents):
         )
     operands, residual = saved
     operands = fusion.computed_once(operands, _READ_TWICE)
-    if plan.options.kernels_apart:
-        wanted -= {*kernel_gradients.KERNELS}
     residuals = Residuals(operands, _restored(residual), Wanted(wanted))
     return as_cotangents(operands, layer_backward.backward(plan, residuals, dout, dweights))
 
@@ -372,4 +356,4 @@ def _restored(residual):
     return residual._replace(**engine.unpack_residuals(residual.attention())._asdict())
 
 
-_OPERATION = Operation((*DIFFERENTIABLE, *PRODUCTS), _primal, _forward, _backward, _tangent)
+_OPERATION = Operation(DIFFERENTIABLE, _primal, _forward, _backward, _tangent)

@@ -27,8 +27,7 @@ over all S' keys. Here are done
     dW_q = x_q^T dq,   db_q = sum dq,   dx_q += dq W_q^T;   k, v alike      from (1)            (13)
 
 An input that has no kernel was handed to every head: its gradient is the sum over heads. Queries, keys and
-values are computed again from the inputs, unless `save` kept them. The gradients of kernels are taken here
-only where they are asked for by name; else they are left to JAX (`kernel_gradients.py`).
+values are computed again from the inputs, unless `save` kept them.
 
 References:
   Vaswani et al., Attention is all you need, 2017, arXiv:1706.03762, section 3.2.2: (1) to (4).
@@ -47,7 +46,7 @@ from jax_attn_bwd._core.rotary import rotate
 from jax_attn_bwd._core.sharding import match_type, reshard_like
 from jax_attn_bwd.ops.dot_product import engine
 from jax_attn_bwd.ops.dot_product.spec import DotProductAttentionGrads as Shares
-from jax_attn_bwd.ops.multi_head import appended, kernel_gradients
+from jax_attn_bwd.ops.multi_head import appended
 from jax_attn_bwd.ops.multi_head.plan import Plan
 from jax_attn_bwd.ops.multi_head.projections import (
     attention_operands,
@@ -57,7 +56,7 @@ from jax_attn_bwd.ops.multi_head.projections import (
     project,
     without_poison,
 )
-from jax_attn_bwd.ops.multi_head.spec import INPUTS, PRODUCTS, Operands, Options, Residuals, Wanted
+from jax_attn_bwd.ops.multi_head.spec import INPUTS, Operands, Options, Residuals, Wanted
 
 
 class _Columns(NamedTuple):
@@ -104,7 +103,7 @@ def _attention_wanted(operands: Operands, wanted: frozenset[str]) -> frozenset[s
     """Returns the operands of dense attention whose gradients those in `wanted` need."""
     found = set(wanted & {"bias", "sink", "mod_args"})
     for name, source in zip(INPUTS, operands.sources, strict=True):
-        if wanted & {source, f"{name}_kernel", f"{name}_bias", f"{name}_product"}:
+        if wanted & {source, f"{name}_kernel", f"{name}_bias"}:
             found.add(name)
     return frozenset(found)
 
@@ -241,8 +240,6 @@ def _undo_projections(options, residuals, clean, grads, shares):
             dy = rotate(options.rotary, dy, operands.positions(name), back=True)  # (12)
         dy = dy.astype(x.dtype)
         dtype = accumulator_dtype(x.dtype)
-        if f"{name}_product" in wanted:
-            grads[f"{name}_product"] = dy
         if f"{name}_bias" in wanted:
             grads[f"{name}_bias"] = reduce_to(dy.astype(dtype), dy.shape[-2:])
         if f"{name}_kernel" in wanted:
@@ -256,10 +253,9 @@ def _undo_projections(options, residuals, clean, grads, shares):
 
     # in the types of the arguments
     grads |= {"bias": shares.bias, "sink": shares.sink}
-    products = kernel_gradients.zeros(options, operands) if wanted & {*PRODUCTS} else {}
     found = {}
     for name in sorted(wanted - {"mod_args"}):
-        grad, primal = grads.get(name), products[name] if name in products else getattr(operands, name)
+        grad, primal = grads.get(name), getattr(operands, name)
         if grad is None:  # no cotangent leads there
             grad = jnp.zeros_like(primal)
         elif grad.shape != primal.shape:  # rows that were handed to several heads get the sum of theirs

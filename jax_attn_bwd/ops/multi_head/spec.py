@@ -47,7 +47,6 @@ class MultiHeadAttentionParams(NamedTuple, Generic[T]):
 PARAMS = MultiHeadAttentionParams._fields
 INPUTS = ("query", "key", "value")
 ARRAYS = (*INPUTS, "bias", "mod_args")
-PRODUCTS = tuple(f"{name}_product" for name in INPUTS)
 DIFFERENTIABLE = (*PARAMS, *ARRAYS)
 
 
@@ -65,7 +64,6 @@ class Options:
     save: Save = "inputs"
     return_residual: bool = False
     rotary: Rotary | None = None
-    kernels_apart: bool = False  # their gradients are those of what they make: see `kernel_gradients.py`
 
     @property
     def precision(self) -> Any:
@@ -103,9 +101,6 @@ class Operands(NamedTuple):
     mask: Mask = Mask()  # dense attention's, of the S keys; appended rows are no part of them
     dropout_words: jax.Array | None = None  # uint32 [2]
     dropout_offset: dropout.Offset | None = None  # column is [] or [S']
-    query_product: Any = None  # zeros like x W, [..., T, N, H], where `kernels_apart`
-    key_product: Any = None
-    value_product: Any = None
 
     @property
     def mod_args(self) -> tuple[Any, ...] | None:
