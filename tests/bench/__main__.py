@@ -1,7 +1,8 @@
 """Command line: `python -m tests.bench <operator>|compiling|mods|programs`.
 
 It takes `[--out DIR] [--repeats N] [--quick]`. With `--scaling` one case of the operator at many sizes.
-Programs drawn by lot: `python -m tests.bench race --seed N --count M [--operator ...] [--floor X]`. Or
+Programs drawn by lot: `python -m tests.bench race --seed N --count M [--operator ...] [--floor X]`; what each
+rule of the plans is worth in them: `python -m tests.bench race --rules --seed N`. Or
 `python -m tests.bench --compare OLD.json NEW.json`.
 """
 
@@ -21,6 +22,7 @@ import jax
 import bench
 from bench import compiling, mods, operators, plots, programs, report
 from bench.measure import Workload, measure
+from bench.race import rules
 from bench.race.program import DRAWN
 from bench.race.run import Race, run
 from jax_attn_bwd import ops
@@ -76,10 +78,11 @@ def main(argv: list[str] | None = None) -> int:
     report.prepare(parser, args.out)
     if args.operator == "race":
         wanted = {action.dest: getattr(args, action.dest) for action in given}
+        weighs = wanted.pop("rules", False)
         drawn = Race(args.repeats or 5, args.quick, **wanted)
         context = report.environment()
-        stem = f"race_seed{drawn.seed}_{context['platform']}_jax{context['jax']}"
-        return run(drawn, context, args.out / f"{stem}.json")
+        stem = f"race{'_rules' * weighs}_seed{drawn.seed}_{context['platform']}_jax{context['jax']}"
+        return (rules.run if weighs else run)(drawn, context, args.out / f"{stem}.json")
 
     make = NAMED.get(args.operator) or partial(operators.workloads, args.operator)
     # the file is written after each workload: an interrupted run keeps what it has
@@ -119,6 +122,10 @@ def _options_of_race(parser: argparse.ArgumentParser) -> list[argparse.Action]:
         "a program whose plain step takes less than this share of our time is measured again in a process of "
         "its own; if it is below there, too, the exit code is 1"
     )
+    weighed = (
+        "measure, instead of the plain step, ours with each rule that changes it switched off, where it "
+        "takes a millisecond or more"
+    )
     return [
         race.add_argument(
             "--seed", type=partial(_at_least, 0), help="another draws other programs; default 0"
@@ -134,6 +141,7 @@ def _options_of_race(parser: argparse.ArgumentParser) -> list[argparse.Action]:
             help=f"one or more of {', '.join(DRAWN)}; default all",
         ),
         race.add_argument("--floor", type=_positive, help=floor),
+        race.add_argument("--rules", action="store_true", help=weighed),
     ]
 
 

@@ -65,24 +65,41 @@ def draw(seed: int, number: int, operators: Collection[str], budget: Budget) -> 
     return Program(seed, number, operator, dtype, call)
 
 
-def workload(program: Program) -> Workload:
-    """Draws the numbers, and compiles both steps, each from empty caches."""
-    # what both read; ours may read a graph built before
+class Numbers(NamedTuple):
+    """Holds what a program is computed of."""
+
+    dout: jax.Array
+    own_data: Any  # which ours may read, as a graph that was built before
+    plain_data: Any
+    arrays: dict[str, jax.Array]
+
+
+def numbers(program: Program) -> Numbers:
+    """Draws the numbers of a program."""
     call, rng = program.call, np.random.default_rng((program.seed, program.number))
     own_data, plain_data = call.data(rng)
     arrays = {name: cast(x.fill(rng, x.shape), x.dtype or program.dtype) for name, x in call.inputs.items()}
-    dout = cast(normal(rng, call.out), program.dtype)
+    return Numbers(cast(normal(rng, call.out), program.dtype), own_data, plain_data, arrays)
 
-    def steps(function: Function) -> Callable[..., tuple]:
-        def run(dout, data, arrays):
-            wanted = {name: x for name, x in arrays.items() if call.inputs[name].wanted}
-            return step(lambda wanted: function(data, {**arrays, **wanted}))(dout, wanted)
 
-        return run
+def steps(call: Call, function: Function) -> Callable[..., tuple]:
+    """Returns `(dout, data, arrays) -> (out, *gradients)` of what the program differentiates."""
+
+    def run(dout, data, arrays):
+        wanted = {name: x for name, x in arrays.items() if call.inputs[name].wanted}
+        return step(lambda wanted: function(data, {**arrays, **wanted}))(dout, wanted)
+
+    return run
+
+
+def workload(program: Program) -> Workload:
+    """Draws the numbers, and compiles both steps, each from empty caches."""
+    call = program.call
+    dout, own_data, plain_data, arrays = numbers(program)
 
     def contender(name: str, function: Function, data: Any, **more: Any) -> Contender:
         jax.clear_caches()
-        return compiled_contender(name, steps(function), dout, data, arrays, costs=True, **more)
+        return compiled_contender(name, steps(call, function), dout, data, arrays, costs=True, **more)
 
     found = [
         contender("jax_attn_bwd", call.ours, own_data),
@@ -95,7 +112,9 @@ def workload(program: Program) -> Workload:
     rounded = program.dtype if jax.default_backend() == "cpu" else "bfloat16"
 
     def plain_results(*args: Any, **options: str | bool) -> Results:
-        compiled = jax.jit(steps(call.checked or call.plain)).lower(*args).compile(compiler_options=options)
+        compiled = (
+            jax.jit(steps(call, call.checked or call.plain)).lower(*args).compile(compiler_options=options)
+        )
         return [np.asarray(x, np.float32) for x in jax.tree.leaves(compiled(*args))]
 
     def is_rounding(ours: Results, plain: Results) -> bool:
