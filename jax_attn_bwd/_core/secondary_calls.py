@@ -1,10 +1,10 @@
-"""Hands the arguments of public calls on by name; an operator's secondary calls spell only their own.
+"""Completes the options of an operator's secondary calls, which spell only arguments of their own.
 
 A TypedDict lists the options of `<operator>_bwd` and of what is built on it, and the call beneath has their
 defaults:
 
     def f(x, *, scale=1.0, forward_mode=False):
-        options, operands = prepare("f", **secondary_calls.without(locals(), "forward_mode"))
+        options, operands = prepare("f", x, scale=scale)
 
     def f_bwd(dout, x, *, wrt=None, **options: Unpack[FKeywords]):
         given = secondary_calls.complete("f_bwd", f, FKeywords, options)
@@ -47,8 +47,3 @@ def complete(
 def _defaults(like: Callable[..., Any], allowed: Any) -> dict[str, Any]:
     parameters = inspect.signature(like).parameters
     return {name: x.default for name, x in parameters.items() if name in allowed.__optional_keys__}
-
-
-def without(arguments: Mapping[str, Any], *names: str) -> dict[str, Any]:
-    """Returns the arguments of a call, its `locals()`, but those of these names."""
-    return {name: x for name, x in arguments.items() if name not in names}

@@ -145,9 +145,21 @@ def attention_fn(
       >>> out.shape
       (1, 5, 8)
     """
-    given = locals()
-    forward_mode = checks.flag(_NAME, "forward_mode", given.pop("forward_mode"))
-    return attention_by(partial(dot_product_attention, forward_mode=forward_mode), **given)
+    forward_mode = checks.flag(_NAME, "forward_mode", forward_mode)
+    attend = partial(dot_product_attention, forward_mode=forward_mode)
+    return attention_by(
+        attend, query, key, value, bias, mask, broadcast_dropout=broadcast_dropout, dropout_rng=dropout_rng,
+        dropout_rate=dropout_rate, deterministic=deterministic, dtype=dtype, precision=precision,
+        module=module, force_fp32_for_softmax=force_fp32_for_softmax, is_causal=is_causal,
+        input_positions=input_positions, rope=rope, rotary=rotary, local_window_size=local_window_size,
+        query_seq_lengths=query_seq_lengths, key_value_seq_lengths=key_value_seq_lengths,
+        query_segment_ids=query_segment_ids, key_value_segment_ids=key_value_segment_ids,
+        query_positions=query_positions, key_value_positions=key_value_positions,
+        logits_soft_cap=logits_soft_cap, mask_mod=mask_mod, score_mod=score_mod, mod_args=mod_args,
+        deterministic_sums=deterministic_sums, implementation=implementation, promote_dtype=promote_dtype,
+        einsum_dot_general=einsum_dot_general, qk_attn_weights_einsum=qk_attn_weights_einsum,
+        attn_weights_value_einsum=attn_weights_value_einsum,
+    )  # fmt: skip
 
 
 _EINSUMS = ("einsum_dot_general", "qk_attn_weights_einsum", "attn_weights_value_einsum")

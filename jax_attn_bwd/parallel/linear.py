@@ -113,7 +113,8 @@ def gated_delta_rule(
       >>> jax.jit(rule)(q, k, v, -abs(q[..., 0]), abs(k[..., 0])).shape
       (2, 16, 4, 8)
     """
-    return _run(linear_attention.gated_delta_rule, **locals())
+    tokens = query, key, value, log_decay, beta
+    return _run(linear_attention.gated_delta_rule, tokens, axis_name, return_final_state, options)
 
 
 # fmt: off
@@ -159,11 +160,12 @@ def gated_linear_attention(
       >>> jax.jit(attend)(q, k, v).shape
       (2, 16, 4, 8)
     """
-    return _run(linear_attention.gated_linear_attention, **locals())
+    tokens = query, key, value, log_decay, None
+    return _run(linear_attention.gated_linear_attention, tokens, axis_name, return_final_state, options)
 
 
 def _run(
-    like: Callable[..., Any], *, query, key, value, axis_name, return_final_state, options, **more
+    like: Callable[..., Any], tokens: tuple[Any, ...], axis_name, return_final_state, options: CutKeywords
 ) -> Any:
     """Returns what the call `like` returns of the whole sequence: of this device's tokens."""
     # the arguments of this device
@@ -172,11 +174,13 @@ def _run(
     n, device = axis_size(name, axis_name), lax.axis_index(axis_name)
     wants_final = checks.flag(name, "return_final_state", return_final_state)
     implementation, forward_mode = given.pop("implementation"), given.pop("forward_mode")
-    lengths, T = given["seq_lengths"], jnp.shape(value)[-3] if jnp.ndim(value) > 2 else 0
+    lengths, value = given["seq_lengths"], tokens[2]
+    T = jnp.shape(value)[-3] if jnp.ndim(value) > 2 else 0
     if lengths is not None:
         lengths = saturated(checks.integers(name, "seq_lengths", lengths, 0, n * T))
         given["seq_lengths"] = jnp.clip(lengths - device * T, 0, T)
-    static, operands = arguments.prepare(name, query=query, key=key, value=value, **more, **given)
+    is_delta = like is linear_attention.gated_delta_rule
+    static, operands = arguments.prepare(name, *tokens, is_delta=is_delta, **given)
 
     # a document that ends with the device before: what is from there is nothing to the first token
     if operands.restarts is not None and T != 0:

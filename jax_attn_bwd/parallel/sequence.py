@@ -144,7 +144,8 @@ def ring_attention(
     References:
       Liu et al., Ring attention with blockwise transformers, 2023, arXiv:2310.01889.
     """
-    return exchanged(**_arguments("ring_attention", **locals()))
+    arrays = query, key, value, bias, mask
+    return _run("ring_attention", arrays, axis_name, return_residual, options)
 
 
 @typed_like(ring_attention)
@@ -179,7 +180,8 @@ def all_gather_attention(
       >>> jax.jit(attend)(q, k, v).shape
       (2, 16, 4, 8)
     """
-    return exchanged(**_arguments("all_gather_attention", **locals()))
+    arrays = query, key, value, bias, mask
+    return _run("all_gather_attention", arrays, axis_name, return_residual, options)
 
 
 @typed_like(ring_attention)
@@ -222,13 +224,15 @@ def ulysses_attention(
     References:
       Jacobs et al., DeepSpeed Ulysses, 2023, arXiv:2309.14509.
     """
-    return ulysses.attend(**_arguments("ulysses_attention", **locals()))
+    name, arrays = "ulysses_attention", (query, key, value, bias, mask)
+    given = _completed(name, options)
+    return ulysses.attend(name, *arrays, axis_name=axis_name, return_residual=return_residual, **given)
 
 
-def _arguments(operator: str, options: SequenceKeywords, **given: Any) -> dict[str, Any]:
-    """Returns all arguments of a call; options have the defaults of `dot_product_attention`."""
-    given |= {"operator": operator, "layout": "contiguous"}
-    return given | secondary_calls.complete(operator, dot_product_attention, SequenceKeywords, options)
+def _completed(operator: str, options: SequenceKeywords) -> dict[str, Any]:
+    """Returns all options of a call, which have the defaults of `dot_product_attention`."""
+    given = secondary_calls.complete(operator, dot_product_attention, SequenceKeywords, options)
+    return {"layout": "contiguous"} | given
 
 
 # ---- the rule
@@ -236,14 +240,16 @@ def _arguments(operator: str, options: SequenceKeywords, **given: Any) -> dict[s
 _EXCHANGES: dict[str, Any] = {"ring_attention": ring, "all_gather_attention": all_gather}
 
 
-def exchanged(
-    operator: str, *, return_residual: bool, forward_mode: bool, implementation: str | None, **arguments: Any
+def _run(
+    operator: str, arrays: tuple[Any, ...], axis_name: str, return_residual: bool, options: SequenceKeywords
 ) -> Any:
     """Checks the arguments of a call and returns out, and lse if it is asked for."""
-    exchange, options, operands = prepare(operator, **arguments)
+    given = _completed(operator, options)
+    forward_mode, implementation = given.pop("forward_mode"), given.pop("implementation")
+    exchange, static, operands = prepare(operator, *arrays, axis_name=axis_name, **given)
     return_residual = checks.flag(operator, "return_residual", return_residual)
     example = jax.eval_shape(partial(_EXCHANGES[operator].example, exchange), _alike(exchange, operands))
-    plan = engine.plan(operator, implementation, options, example)
+    plan = engine.plan(operator, implementation, static, example)
     run = _OPERATION.runner(operator, forward_mode)
     out, lse = run((operator, exchange, plan), operands)
     return (out, lse) if return_residual else out

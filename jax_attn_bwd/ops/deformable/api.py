@@ -131,8 +131,11 @@ def multi_scale_deformable_attention(
       Zhu et al., Deformable DETR, arXiv:2010.04159, 2021. Lv et al., RT-DETRv2, arXiv:2407.17140, 2024.
     """
     # the arguments in one form, and how they are computed
-    arguments = secondary_calls.without(locals(), "forward_mode", "implementation")
-    options, operands = prepare(_NAME, **arguments)
+    options, operands = prepare(
+        _NAME, value, spatial_shapes, sampling_locations, attention_weights,
+        level_start_index=level_start_index, num_points=num_points, padding_mode=padding_mode, method=method,
+        normalize=normalize, deterministic_sums=deterministic_sums, deterministic=deterministic,
+    )  # fmt: skip
     plan = _planned(_NAME, implementation, options, operands)
     return _OPERATION.runner(_NAME, forward_mode)(plan, operands)
 

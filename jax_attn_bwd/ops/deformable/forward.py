@@ -27,16 +27,18 @@ Terms = Sequence[tuple[jax.Array, Sequence[jax.Array]]]  # tables [B, S, M, D], 
 @partial(jax.jit, static_argnums=0)
 def forward(plan: Plan, operands: Operands) -> jax.Array:
     """Returns `out [B, Q, M * D]`, in the dtype of the value, wherever queries and pixels lie."""
-    return over_queries(plan, partial(_of_queries, plan), with_all_pixels(plan, operands))
+    return over_queries(plan, partial(_of_queries, plan), with_all_pixels(plan, operands))()
 
 
-def over_queries(plan: Plan, function: Callable[..., jax.Array], *arrays: Operands) -> jax.Array:
-    """Returns `function(*arrays)`, an output of all queries, over the devices that hold some of them."""
+def over_queries(
+    plan: Plan, function: Callable[..., jax.Array], *arrays: Operands
+) -> Callable[[], jax.Array]:
+    """Returns the call `function(*arrays)`, for all queries, over the devices that hold some of them."""
     # what one query reads is not summed over them: XLA may cut them as it likes
     if plan.pieces is None or not plan.pieces.mesh_axes:
-        return function(*arrays)
+        return partial(function, *arrays)
     place, axes = split.place(arrays[0].attention_weights, 1), (Operands(**QUERY_AXES),) * len(arrays)
-    return split.over(plan.pieces, function, arrays, axes, place._replace(spec=place.spec[:3]))()
+    return split.over(plan.pieces, function, arrays, axes, place._replace(spec=place.spec[:3]))
 
 
 def _of_queries(plan: Plan, operands: Operands) -> jax.Array:

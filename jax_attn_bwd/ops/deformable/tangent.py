@@ -37,7 +37,7 @@ def tangent(plan: Plan, operands: Operands, tangents: Operands) -> jax.Array:
     operands = with_all_pixels(plan, operands)
     if tangents.value is not None:
         tangents = with_all_pixels(plan, tangents)
-    return forward.over_queries(plan, partial(_of_queries, plan), operands, tangents)
+    return forward.over_queries(plan, partial(_of_queries, plan), operands, tangents)()
 
 
 def _of_queries(plan: Plan, operands: Operands, tangents: Operands) -> jax.Array:

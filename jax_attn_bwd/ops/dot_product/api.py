@@ -184,8 +184,16 @@ def dot_product_attention(
       Vaswani et al., Attention is all you need, 2017, arXiv:1706.03762, section 3.2.1.
       Dao, FlashAttention-2, 2023, arXiv:2307.08691.
     """
-    arguments = secondary_calls.without(locals(), "return_residual", "forward_mode", "implementation")
-    options, operands = prepare(_NAME, **arguments)
+    options, operands = prepare(
+        _NAME, query, key, value, bias, mask, scale=scale, is_causal=is_causal,
+        query_seq_lengths=query_seq_lengths, key_value_seq_lengths=key_value_seq_lengths,
+        local_window_size=local_window_size, query_segment_ids=query_segment_ids,
+        key_value_segment_ids=key_value_segment_ids, query_positions=query_positions,
+        key_value_positions=key_value_positions, logits_soft_cap=logits_soft_cap, sink=sink,
+        mask_mod=mask_mod, score_mod=score_mod, mod_args=mod_args, dropout_rate=dropout_rate,
+        dropout_key=dropout_key, broadcast_dropout=broadcast_dropout, dropout_offset=dropout_offset,
+        precision=precision, deterministic_sums=deterministic_sums, deterministic=deterministic,
+    )  # fmt: skip
     return_residual = checks.flag(_NAME, "return_residual", return_residual)
     run = _OPERATION.runner(_NAME, forward_mode)
     out, lse = run(engine.plan(_NAME, implementation, options, operands), operands)

@@ -13,13 +13,12 @@ from jax_attn_bwd.ops.dot_product.spec import Operands, Options, Sizes
 
 def prepare(
     operator: str, query, key, value, bias, mask, *, scale, logits_soft_cap, sink, dropout_rate, dropout_key,
-    broadcast_dropout, dropout_offset, precision, deterministic_sums, deterministic=None, score_mod=None,
-    **conditions,
+    broadcast_dropout, dropout_offset, precision, deterministic_sums, deterministic=None,
+    is_causal=False, local_window_size=None, query_seq_lengths=None, key_value_seq_lengths=None,
+    query_segment_ids=None, key_value_segment_ids=None, query_positions=None, key_value_positions=None,
+    mask_mod=None, score_mod=None, mod_args=(), counted=None,
 ) -> tuple[Options, Operands]:  # fmt: skip
-    """Checks every argument of `dot_product_attention`; raises as its docstring says.
-
-    `conditions` are those of `mask_of`.
-    """
+    """Checks every argument of `dot_product_attention`, `counted` as in `mask_of`; raises as it says."""
     # The arrays, whose shapes tell all sizes.
     query, key, value = _query_key_value(operator, query, key, value)
     (*batch, T, N, H), (S, K) = query.shape, key.shape[-3:-1]
@@ -32,7 +31,13 @@ def prepare(
         sink = sharding.reshard_like(sink, query, (-2,))
 
     # Who sees whom, and what is static.
-    seen, score_mod = mask_of(operator, like, sizes, mask=mask, score_mod=score_mod, **conditions)
+    seen, score_mod = mask_of(
+        operator, like, sizes, mask=mask, counted=counted, is_causal=is_causal,
+        local_window_size=local_window_size, query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths, query_segment_ids=query_segment_ids,
+        key_value_segment_ids=key_value_segment_ids, query_positions=query_positions,
+        key_value_positions=key_value_positions, mask_mod=mask_mod, score_mod=score_mod, mod_args=mod_args,
+    )  # fmt: skip
     options = options_of(
         operator, head_scale.static(operator, scale, H, query.dtype), query.dtype, logits_soft_cap,
         dropout_rate, broadcast_dropout, precision, deterministic_sums, deterministic, score_mod,

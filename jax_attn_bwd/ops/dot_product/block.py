@@ -157,12 +157,15 @@ class Block:
             dq = self.options.scale * multiply(over_keys, dx, self.k.astype(dx.dtype))  # (11)
             grads["query"] = moved(dq, -3, -1) if is_turned else dq
         if "key" in wanted:
-            grads["key"] = self.by_queries(lambda q: multiply(over_queries, dx, q.astype(dx.dtype)))  # (11)
+            q, scale = self.queries
+            dk = multiply(over_queries, dx, q.astype(dx.dtype))  # (11)
+            grads["key"] = dk if scale is None else scale * dk
         return grads
 
-    def by_queries(self, multiply: Callable[[jax.Array], jax.Array]) -> jax.Array:
-        """Computes the scale times what `multiply` makes of the queries, in which it is linear."""
-        return self.options.scale * multiply(self.q)
+    @property
+    def queries(self) -> tuple[jax.Array, float | None]:
+        """The queries, and the scale by which what is made of them is multiplied; None = they are scaled."""
+        return self.q, self.options.scale
 
 
 def scaled_product(block: Block, q: jax.Array, k: jax.Array) -> jax.Array:

@@ -5,7 +5,7 @@ over tiles, fuses with what stands around it, and where forward and backward are
 logits once for both. Equation numbers are those of `backward.py`.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -47,14 +47,17 @@ class Plane(Block):
 
     def scaled_product(self) -> jax.Array:
         """Computes scale * q k^T; see `block.scaled_product` for where the scale goes."""
-        return self.by_queries(lambda q: self.einsum("...gth,...sh->...gts", q, self.k, **self.product))
+        q, scale = self.queries
+        logits = self.einsum("...gth,...sh->...gts", q, self.k, **self.product)
+        return logits if scale is None else scale * logits
 
-    def by_queries(self, multiply: Callable[[jax.Array], jax.Array]) -> jax.Array:
-        """Computes what `Block.by_queries` does: where factors are wide, from scaled queries.
+    @property
+    def queries(self) -> tuple[jax.Array, float | None]:
+        """Those of `Block`, scaled where factors are wide.
 
         Forward and backward then read the same, which XLA lays out once.
         """
-        return multiply(self.scaled_q) if self.q.dtype == self.dtype else super().by_queries(multiply)
+        return (self.scaled_q, None) if self.q.dtype == self.dtype else super().queries
 
 
 def plane(options: Options, operands: Operands, forms: Forms = PLAIN) -> Plane:

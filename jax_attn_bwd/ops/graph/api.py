@@ -8,15 +8,12 @@ from typing import Any, Literal, Unpack, overload
 
 import jax
 
-from jax_attn_bwd._core import secondary_calls
 from jax_attn_bwd._core.types import Activation, Array, Implementation, Pair, Scale, Triple, typed_like
 from jax_attn_bwd.ops.graph.arguments import prepare_additive, prepare_transformer
 from jax_attn_bwd.ops.graph.kinds import GAT, GATv2
 from jax_attn_bwd.ops.graph.rule import OPERATION, decide
 from jax_attn_bwd.ops.graph.spec import GraphAttentionKeywords, GraphTransformerAttentionKeywords
 from jax_attn_bwd.ops.graph.structure import BipartiteCSC
-
-_OF_THE_RUN = ("return_residual", "forward_mode", "implementation")  # what `prepare` does not check
 
 
 # fmt: off
@@ -136,8 +133,13 @@ def graph_attention(
     References:
       Velickovic et al., Graph attention networks, 2018, arXiv:1710.10903, section 2.1.
     """
-    name, arguments = "graph_attention", secondary_calls.without(locals(), *_OF_THE_RUN)
-    options, operands = prepare_additive(name, GAT, **arguments)
+    name = "graph_attention"
+    options, operands = prepare_additive(
+        name, GAT, graph, src, dst, attention_weights, num_heads=num_heads, edge=edge,
+        concat_heads=concat_heads, activation=activation, alpha=alpha, dropout_rate=dropout_rate,
+        dropout_key=dropout_key, dropout_mask=dropout_mask, dropout_offset=dropout_offset,
+        return_attention_weights=return_attention_weights,
+    )  # fmt: skip
     plan = decide(name, options, operands, return_residual, implementation)
     return OPERATION.runner(name, forward_mode)(plan, operands)
 
@@ -203,8 +205,13 @@ def graph_attention_v2(
     References:
       Brody et al., How attentive are graph attention networks?, 2022, arXiv:2105.14491, section 3.
     """
-    name, arguments = "graph_attention_v2", secondary_calls.without(locals(), *_OF_THE_RUN)
-    options, operands = prepare_additive(name, GATv2, **arguments)
+    name = "graph_attention_v2"
+    options, operands = prepare_additive(
+        name, GATv2, graph, src, dst, attention_weights, num_heads=num_heads, edge=edge,
+        concat_heads=concat_heads, activation=activation, alpha=alpha, dropout_rate=dropout_rate,
+        dropout_key=dropout_key, dropout_mask=dropout_mask, dropout_offset=dropout_offset,
+        return_attention_weights=return_attention_weights,
+    )  # fmt: skip
     plan = decide(name, options, operands, return_residual, implementation)
     return OPERATION.runner(name, forward_mode)(plan, operands)
 
@@ -305,7 +312,12 @@ def graph_transformer_attention(
       Shi et al., Masked label prediction, 2021, arXiv:2009.03509, section 3.1.
       Ainslie et al., GQA, 2023, arXiv:2305.13245: heads that share keys and values.
     """
-    name, arguments = "graph_transformer_attention", secondary_calls.without(locals(), *_OF_THE_RUN)
-    options, operands = prepare_transformer(name, **arguments)
+    name = "graph_transformer_attention"
+    options, operands = prepare_transformer(
+        name, graph, query, key, value, num_heads=num_heads, num_kv_heads=num_kv_heads, edge=edge,
+        score_bias=score_bias, scale=scale, concat_heads=concat_heads, dropout_rate=dropout_rate,
+        dropout_key=dropout_key, dropout_mask=dropout_mask, dropout_offset=dropout_offset,
+        return_attention_weights=return_attention_weights,
+    )  # fmt: skip
     plan = decide(name, options, operands, return_residual, implementation)
     return OPERATION.runner(name, forward_mode)(plan, operands)

@@ -73,7 +73,8 @@ def graph_attention_bwd(
       >>> grads.src.shape, grads.attention_weights.shape, grads.dst is None
       ((3, 8), (16,), True)
     """
-    return _additive_gradients(graph_attention, GAT, **locals())
+    nodes, cotangents = (src, dst, attention_weights), (dout, out, lse, dweights, dlse)
+    return _additive_gradients(graph_attention, GAT, graph, nodes, cotangents, wrt, options)
 
 
 def graph_attention_v2_bwd(
@@ -100,7 +101,8 @@ def graph_attention_v2_bwd(
       >>> jab.graph_attention_v2_bwd(dout, graph, x, None, a, num_heads=2).attention_weights.shape
       (8,)
     """
-    return _additive_gradients(graph_attention_v2, GATv2, **locals())
+    nodes, cotangents = (src, dst, attention_weights), (dout, out, lse, dweights, dlse)
+    return _additive_gradients(graph_attention_v2, GATv2, graph, nodes, cotangents, wrt, options)
 
 
 def graph_transformer_attention_bwd(
@@ -154,23 +156,26 @@ def graph_transformer_attention_bwd(
 
 
 def _additive_gradients(
-    forward: Callable[..., Any], kind: type[GAT] | type[GATv2], dout, graph, src, dst, attention_weights, *,
-    out, lse, dweights, dlse, wrt, options,
+    forward: Callable[..., Any], kind: type[GAT] | type[GATv2], graph: Any, nodes: tuple[Any, ...],
+    cotangents: tuple[Any, ...], wrt: Any, options: GraphAttentionKeywords,
 ) -> GraphAttentionGrads:  # fmt: skip
-    """Computes the gradients of gat and gatv2; src gets that of destinations which are sources, too."""
+    """Computes the gradients of gat and gatv2; src gets that of destinations which are sources, too.
+
+    `nodes` are src, dst and attention_weights, `cotangents` what `_gradients` takes.
+    """
     # the operands, and which of them are asked for
     name = f"{forward.__name__}_bwd"
     given = secondary_calls.complete(name, forward, GraphAttentionKeywords, options)
-    implementation, nodes = given.pop("implementation"), (src, dst, attention_weights)
+    implementation, shares_nodes = given.pop("implementation"), nodes[1] is None
     static, operands = prepare_additive(name, kind, graph, *nodes, return_attention_weights=False, **given)
-    present = [n for n in _ADDITIVE if getattr(operands, n) is not None and not (dst is None and n == "dst")]
+    present = [n for n in _ADDITIVE if getattr(operands, n) is not None and not (shares_nodes and n == "dst")]
     wrt = [n for n in present if n != "edge"] if wrt is None else wrt
     wanted = set(checks.wanted(name, wrt, _ADDITIVE, present))
-    shared = dst is None and "src" in wanted
+    shared = shares_nodes and "src" in wanted
     wanted |= {"dst"} if shared else set()
 
     # their gradients; that of shared nodes is the sum of both
-    grads = _gradients(name, static, operands, (dout, out, lse, dweights, dlse), wanted, implementation)
+    grads = _gradients(name, static, operands, cotangents, wanted, implementation)
     if shared:
         ddst = grads.pop("dst")
         others = grads["src"].shape[-2] - ddst.shape[-2]

@@ -57,7 +57,7 @@ def edge_sum(
       >>> edge_sum(graph, jnp.array([1.0, 5.0, 3.0])).tolist()
       [5.0, 4.0, 0.0]
     """
-    return _reduced("edge_sum", **locals())
+    return _reduced("edge_sum", graph, edge, forward_mode, implementation)
 
 
 def edge_mean(
@@ -80,7 +80,7 @@ def edge_mean(
       >>> edge_mean(graph, jnp.array([1.0, 5.0, 3.0])).tolist()
       [5.0, 2.0, 0.0]
     """
-    return _reduced("edge_mean", **locals())
+    return _reduced("edge_mean", graph, edge, forward_mode, implementation)
 
 
 def edge_max(
@@ -112,7 +112,7 @@ def edge_max(
       >>> jax.grad(lambda edge: edge_max(graph, edge).sum())(jnp.ones(3)).tolist()
       [0.5, 1.0, 0.5]
     """
-    return _reduced("edge_max", **locals())
+    return _reduced("edge_max", graph, edge, forward_mode, implementation)
 
 
 def edge_sum_bwd(dout: jax.Array, graph: BipartiteCSC, **options: Unpack[EdgeKeywords]) -> jax.Array:
@@ -135,7 +135,7 @@ def edge_sum_bwd(dout: jax.Array, graph: BipartiteCSC, **options: Unpack[EdgeKey
       >>> edge_sum_bwd(jnp.array([5.0, 2.0]), graph).tolist()
       [2.0, 5.0, 2.0]
     """
-    return _gradient("edge_sum", **locals())
+    return _gradient("edge_sum", dout, graph, options)
 
 
 def edge_mean_bwd(dout: jax.Array, graph: BipartiteCSC, **options: Unpack[EdgeKeywords]) -> jax.Array:
@@ -150,7 +150,7 @@ def edge_mean_bwd(dout: jax.Array, graph: BipartiteCSC, **options: Unpack[EdgeKe
       >>> edge_mean_bwd(jnp.array([5.0, 2.0]), graph).tolist()
       [1.0, 5.0, 1.0]
     """
-    return _gradient("edge_mean", **locals())
+    return _gradient("edge_mean", dout, graph, options)
 
 
 def edge_max_bwd(
@@ -176,7 +176,7 @@ def edge_max_bwd(
       >>> edge_max_bwd(jnp.array([5.0, 2.0]), graph, edge, edge_max(graph, edge)).tolist()
       [0.0, 5.0, 2.0]
     """
-    return _gradient("edge_max", **locals())
+    return _gradient("edge_max", dout, graph, options, edge, out)
 
 
 def edge_softmax(

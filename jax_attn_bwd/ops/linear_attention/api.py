@@ -137,7 +137,15 @@ def gated_delta_rule(
       transformers with the delta rule over sequence length, arXiv:2406.06484, 2024. Kimi Team, Kimi Linear,
       arXiv:2510.26692, 2025.
     """
-    return _run(_DELTA, **locals())
+    return_final_state = checks.flag(_DELTA, "return_final_state", return_final_state)
+    options, operands = prepare(
+        _DELTA, query, key, value, log_decay, beta, is_delta=True, initial_state=initial_state, scale=scale,
+        l2_norm_epsilon=l2_norm_epsilon, seq_lengths=seq_lengths, segment_ids=segment_ids,
+        precision=precision,
+    )  # fmt: skip
+    plan = _planned(_DELTA, implementation, options, operands)
+    outputs = _OPERATION.runner(_DELTA, forward_mode)(plan, operands)
+    return outputs if return_final_state else outputs[0]
 
 
 # fmt: off
@@ -212,7 +220,15 @@ def gated_linear_attention(
       transformers with hardware-efficient training, arXiv:2312.06635, 2023. Dao and Gu, Transformers are
       SSMs, arXiv:2405.21060, 2024.
     """
-    return _run(_LINEAR, **locals())
+    return_final_state = checks.flag(_LINEAR, "return_final_state", return_final_state)
+    options, operands = prepare(
+        _LINEAR, query, key, value, log_decay, None, is_delta=False, initial_state=initial_state, scale=scale,
+        l2_norm_epsilon=l2_norm_epsilon, seq_lengths=seq_lengths, segment_ids=segment_ids,
+        precision=precision,
+    )  # fmt: skip
+    plan = _planned(_LINEAR, implementation, options, operands)
+    outputs = _OPERATION.runner(_LINEAR, forward_mode)(plan, operands)
+    return outputs if return_final_state else outputs[0]
 
 
 def gated_delta_rule_bwd(
@@ -250,7 +266,9 @@ def gated_delta_rule_bwd(
       >>> grads.beta.shape, grads.query is None
       ((2, 16, 4), True)
     """
-    return GatedDeltaRuleGrads(**_gradients(gated_delta_rule, DIFFERENTIABLE, **locals()))
+    tokens = query, key, value, log_decay, beta
+    found = _gradients(gated_delta_rule, DIFFERENTIABLE, tokens, dout, dfinal_state, wrt, options)
+    return GatedDeltaRuleGrads(**found)
 
 
 def gated_linear_attention_bwd(
@@ -276,7 +294,9 @@ def gated_linear_attention_bwd(
       >>> grads.key.shape, grads.log_decay is None
       ((2, 16, 4, 8), True)
     """
-    return GatedLinearAttentionGrads(**_gradients(gated_linear_attention, WITHOUT_BETA, **locals()))
+    tokens = query, key, value, log_decay, None
+    found = _gradients(gated_linear_attention, WITHOUT_BETA, tokens, dout, dfinal_state, wrt, options)
+    return GatedLinearAttentionGrads(**found)
 
 
 PORTABLE = backend.Implementation("xla", portable_forward.forward, portable_backward.backward)
@@ -284,24 +304,16 @@ IMPLEMENTATIONS = (PORTABLE,)
 _READ_TWICE = ("query", "key", "value", "log_decay", "beta")  # in the forward and in the backward
 
 
-def _run(operator: str, *, return_final_state, forward_mode, implementation, **arguments) -> Any:
-    """Returns what a call returns."""
-    return_final_state = checks.flag(operator, "return_final_state", return_final_state)
-    options, operands = prepare(operator, **arguments)
-    plan = _planned(operator, implementation, options, operands)
-    outputs = _OPERATION.runner(operator, forward_mode)(plan, operands)
-    return outputs if return_final_state else outputs[0]
-
-
 def _gradients(
-    like: Callable[..., Any], fields: tuple[str, ...], dout, dfinal_state, wrt, options, **tokens
-) -> dict[str, jax.Array]:
+    like: Callable[..., Any], fields: tuple[str, ...], tokens: tuple[Any, ...], dout, dfinal_state, wrt,
+    options: LinearAttentionKeywords,
+) -> dict[str, jax.Array]:  # fmt: skip
     """Returns the gradients of a call that are asked for, by name."""
     # the call, checked as the forward is
     name = f"{like.__name__}_bwd"
     given = secondary_calls.complete(name, like, LinearAttentionKeywords, options)
     implementation = given.pop("implementation")
-    static, operands = prepare(name, **tokens, **given)
+    static, operands = prepare(name, *tokens, is_delta="beta" in fields, **given)
     present = [n for n in fields if getattr(operands, n) is not None]
     wrt = [n for n in wrt if n in present] if wrt == fields[:-1] else wrt
     wanted = checks.wanted(name, wrt, fields, present)

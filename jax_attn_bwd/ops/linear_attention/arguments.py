@@ -14,12 +14,12 @@ _HEADS_LAST += "x.swapaxes(-2, -1)"
 
 
 def prepare(
-    operator: str, *, query, key, value, log_decay, initial_state, scale, l2_norm_epsilon, seq_lengths,
-    segment_ids, precision, **of_delta_rule,
+    operator: str, query, key, value, log_decay, beta, *, is_delta: bool, initial_state, scale,
+    l2_norm_epsilon, seq_lengths, segment_ids, precision,
 ) -> tuple[Options, Operands]:  # fmt: skip
     """Checks every argument of a call; raises as the public docstrings say.
 
-    `of_delta_rule` holds `beta`, or nothing for linear attention.
+    `beta` is read where `is_delta`, and None for linear attention.
     """
     # the tokens: queries, keys and values, what their heads have, and how they lie on an Explicit mesh
     query, key, value = _query_key_value(operator, query, key, value)
@@ -27,9 +27,8 @@ def prepare(
     heads = (*batch, T, N)
     if log_decay is not None:
         log_decay = _log_decay(operator, log_decay, heads, H)
-    beta, is_delta = None, "beta" in of_delta_rule
     if is_delta:
-        beta = checks.floating(operator, "beta", of_delta_rule["beta"])
+        beta = checks.floating(operator, "beta", beta)
         checks.shape(operator, "beta", beta, "[..., T, N]", heads, _swapped(beta.shape, heads))
     given = {"query": query, "key": key, "log_decay": log_decay, "beta": beta}
     query, key, log_decay, beta = (_alike(operator, n, x, value) for n, x in given.items())

@@ -42,9 +42,8 @@ class Part(NamedTuple):
 def part(plan: Plan, tokens: Tokens, dtype: Any) -> Part:
     """Returns what a group of chunks is computed with."""
     wide = lambda x: x.astype(dtype)
-    (query, query_factor), (key, key_factor) = (
-        unit(plan.options, wide(x)) for x in (tokens.query, tokens.key)
-    )
+    query, query_factor = unit(plan.options, wide(tokens.query))
+    key, key_factor = unit(plan.options, wide(tokens.key))
     return Part(
         query,
         key,

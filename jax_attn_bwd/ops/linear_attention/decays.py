@@ -252,7 +252,8 @@ def _of_channels_on_cpu(plan: Plan, log_decay: jax.Array, restarts: jax.Array) -
     """Returns the decays of channels, each the exponential of a sum that a product takes."""
     token = np.arange(log_decay.shape[-2])
     g = jnp.where(restarts, _NEVER, log_decay)
-    sums = _sums_over(g, [token <= token[:, None], token > token[:, None]])
+    taken = _as_factor([token <= token[:, None], token > token[:, None]], g)
+    sums = product("ij,jd", taken, g).reshape(*g.shape[:-2], 2, *g.shape[-2:])
     since_start, to_end = sums[..., 0, :, :], sums[..., 1, :, :]
     from_start = jnp.exp(since_start)
     outer = from_start, jnp.exp(to_end), from_start[..., -1:, :]
@@ -272,15 +273,16 @@ def _all_halved(g: jax.Array) -> AllHalved:
     for size in _sizes(C):
         b = of // (2 * size) * 2 * size + size
         sums.append(np.where(of < b, (of < token) & (token < b), (b <= token) & (token <= of)))
-    return AllHalved(jnp.exp(_sums_over(g, sums)))
+    found = product("ij,jd", _as_factor(sums, g), g)
+    return AllHalved(jnp.exp(found.reshape(*g.shape[:-2], len(sums), *g.shape[-2:])))
 
 
-def _sums_over(g: jax.Array, tokens: list[np.ndarray]) -> jax.Array:
-    """Returns sums of g `[..., C, X]` over tokens, those that n planes `[C, C]` name: `[..., n, C, X]`."""
-    *batch, C, X = g.shape
-    # zeros that lie on the mesh as the decays do
-    taken = to_rank(jnp.asarray(np.concatenate(tokens), g.dtype), g.ndim) + jnp.zeros_like(g[..., :1, :1])
-    return product("ij,jd", taken, g).reshape(*batch, len(tokens), C, X)
+def _as_factor(tokens: list[np.ndarray], g: jax.Array) -> jax.Array:
+    """Returns the factor of g `[..., C, X]` that sums it over the tokens of n planes, `[..., n * C, C]`.
+
+    It lies on the mesh as the decays do.
+    """
+    return to_rank(jnp.asarray(np.concatenate(tokens), g.dtype), g.ndim) + jnp.zeros_like(g[..., :1, :1])
 
 
 def _sizes(C: int) -> list[int]:

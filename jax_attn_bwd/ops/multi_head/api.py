@@ -211,8 +211,19 @@ def multi_head_attention(
     References:
       Vaswani et al., Attention is all you need, 2017, arXiv:1706.03762, section 3.2.2.
     """
-    arguments = secondary_calls.without(locals(), "forward_mode", "implementation")
-    options, operands = prepare(_NAME, **arguments)
+    options, operands = prepare(
+        _NAME, params, query, key, value, num_heads=num_heads, bias=bias, mask=mask, scale=scale,
+        is_causal=is_causal, local_window_size=local_window_size, query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths, query_segment_ids=query_segment_ids,
+        key_value_segment_ids=key_value_segment_ids, query_positions=query_positions,
+        key_value_positions=key_value_positions, logits_soft_cap=logits_soft_cap, rotary=rotary,
+        mask_mod=mask_mod, score_mod=score_mod, mod_args=mod_args, add_zero_attn=add_zero_attn,
+        dropout_rate=dropout_rate, out_dropout_rate=out_dropout_rate, dropout_key=dropout_key,
+        dropout_offset=dropout_offset, broadcast_dropout=broadcast_dropout, add_residual=add_residual,
+        return_weights=return_weights, average_weights=average_weights, precision=precision,
+        deterministic_sums=deterministic_sums, save=save, return_residual=return_residual,
+        deterministic=deterministic,
+    )  # fmt: skip
 
     # under its rules; what was not asked for is None
     run = _OPERATION.runner(_NAME, forward_mode)

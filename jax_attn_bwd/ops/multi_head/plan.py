@@ -1,6 +1,7 @@
 """`Plan`: how a call of the layer is computed, decided once in the public function and used by every rule."""
 
 from dataclasses import dataclass
+from functools import partial
 
 from jax_attn_bwd._core.sharding import types_of
 from jax_attn_bwd.ops.dot_product import engine
@@ -24,5 +25,6 @@ class Plan:
 def plan(operator: str, implementation: str | None, options: Options, operands: Operands) -> Plan:
     """Returns the plan of a call; raises where the implementation asked for cannot run it."""
     # what dense attention is handed: its shapes tell what can run it, and how
-    inner = types_of(lambda o: attention_operands(o, project(options, o)), operands)
+    heads = types_of(partial(project, options), operands)
+    inner = types_of(attention_operands, operands, heads)
     return Plan(options, engine.plan(operator, implementation, options.attention, inner))
