@@ -60,15 +60,15 @@ def _of_queries(
     B, Q, M, _ = operands.attention_weights.shape
     dout = dout.reshape(B, Q, M, operands.value.shape[3]).astype(sampling.compute_dtype(operands))
 
-    # (8): in the way that is fastest on the device
+    # (8)
     grads = {}
-    corners = sampling.corners(options, operands) if loops.all_corners else None
+    corners = sampling.corners(options, operands) if loops.dpoints == "row for each corner" else None
     if "value" in wanted:
-        if loops.in_order:
+        if loops.dvalue == "sorted runs":
             grads["value"] = value_gradient.in_runs(options, operands, dout)
-        elif loops.all_points:
+        elif loops.dvalue == "all points at once":
             grads["value"] = value_gradient.in_any_order(options, operands, dout)
-        elif loops.paired_queries:
+        elif loops.dvalue == "pairs of pixels":
             grads["value"] = value_gradient.in_pairs(options, loops.paired_queries, operands, dout)
         elif corners is not None:
             grads["value"] = value_gradient.at_corners(corners, operands, dout, loops.by_pixel)
@@ -77,12 +77,13 @@ def _of_queries(
 
     # (4) to (7), then (9)
     if wanted & {"sampling_locations", "attention_weights"}:
-        if loops.all_points:  # what the points' gradients form lies where the value's did
+        if loops.dpoints == "all points at once":  # what these form lies where the value's did
             grads, operands, dout = fusion.barrier((grads, operands, dout))
             points = point_gradients.at_all_points(options, wanted, operands, dout)
         elif corners is not None:
             points = point_gradients.at_corners(options, wanted, corners, operands, dout)
         else:
-            points = point_gradients.point_by_point(options, wanted, loops.by_channel, operands, dout)
+            by_channel = loops.dpoints == "by channel"
+            points = point_gradients.point_by_point(options, wanted, by_channel, operands, dout)
         grads |= point_gradients.by_name(options, operands, *points)
     return grads

@@ -43,7 +43,7 @@ def over_queries(
 
 def _of_queries(plan: Plan, operands: Operands) -> jax.Array:
     """Returns the output of some queries."""
-    if plan.loops.few_pixels:
+    if plan.loops.output == "row for each corner":
         return _of_few_pixels(plan, operands)
     terms = lambda at, weight: [(operands.value, sampling.scales(at, weight))]
     out = sum_over_points(plan, operands, terms, operands)
@@ -79,7 +79,7 @@ def sum_over_points(
     (B, Q, M, _), D = operands.attention_weights.shape, operands.value.shape[3]
 
     # all points at once
-    if loops.all_points:
+    if loops.output == "all points at once":
         at, weight = sampling.places(options, operands)
         sums = [_sum_at_all_points(table, at.pixels, x) for table, x in terms(at, weight, *along)]
         return total(*sums).reshape(B, Q, M * D).astype(operands.value.dtype)
@@ -94,19 +94,19 @@ def sum_over_points(
         pixels, factors = fusion.barrier((at.pixels, [x for _, x in found]))
         for corner, pixel in enumerate(pixels):
             for (table, _), factor in zip(found, factors, strict=True):
-                rows = sampling.read(table, pixel, loops.heads_first).astype(dtype)
+                rows = sampling.read(table, pixel, loops.on_all_cores).astype(dtype)
                 out += factor[corner][..., None] * rows
         return out, None
 
     # the sum begins with zeros that lie on the mesh as the queries do
     like, shape = operands.attention_weights, (B, Q, M, D)
-    if loops.heads_first:
+    if loops.on_all_cores:
         like, shape = like.transpose(0, 2, 1, 3), (B, M, Q, D)
     zeros = full_like_operands(like, shape, 0, dtype, reads)
-    in_front = tuple(sampling.points_in_front(x, loops.heads_first) for x in along)
-    points = (options.levels(), sampling.samples(options, operands, loops.heads_first), in_front)
+    in_front = tuple(sampling.points_in_front(x, loops.on_all_cores) for x in along)
+    points = (options.levels(), sampling.samples(options, operands, loops.on_all_cores), in_front)
     out, _ = lax.scan(jax.checkpoint(add_point, prevent_cse=False), zeros, points)
-    out = out.transpose(0, 2, 1, 3) if loops.heads_first else out
+    out = out.transpose(0, 2, 1, 3) if loops.on_all_cores else out
     return out.reshape(B, Q, M * D).astype(operands.value.dtype)
 
 

@@ -3,7 +3,7 @@
 The portable loops take one sampling point of all queries and heads at a time. On a CPU, what lies between two
 operations (5.6 MB for 5440 queries and 8 heads of 32) is then too long for a core's cache, and neither a dot
 product nor a scatter-add of 32 numbers fills a core's units. On a GPU each point would be some launches, each
-of which reads and writes the sums. There other loops run: `Loops`.
+of which reads and writes the sums. There other ways are taken, for the output and for each of its gradients.
 
 Queries may lie on several devices. A piece of them samples the whole value. Its rows of the output and of the
 points' gradients are those of the whole, and the gradient of the value, equation (8) of `backward.py`, is the
@@ -12,15 +12,91 @@ sum over the pieces: it is taken once, after the loop over the points. `_core/sp
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 
 from jax_attn_bwd._core import split, targets
+from jax_attn_bwd._core.choices import Rule, Way
 from jax_attn_bwd._core.sharding import explicit_spec, gathered, unsharded
 from jax_attn_bwd._core.split import Pieces
 from jax_attn_bwd.ops.deformable import sampling
 from jax_attn_bwd.ops.deformable.spec import DIFFERENTIABLE, Operands, Options
+
+WAYS = (
+    Way("point by point", "forward.py, value_gradient.py, point_gradients.py", "everywhere else"),
+    Way(
+        "all points at once",
+        "forward.py, value_gradient.py, point_gradients.py",
+        "GPU; the gradient of the value with deterministic_sums=False alone",
+        "0.25 GB in 11 launches, instead of 3.2 GB in 505",
+        "a6d4fd1, as compiled for an H200",
+    ),
+    Way(
+        "sorted runs",
+        "value_gradient.py",
+        "GPU, deterministic_sums: the gradient of the value",
+        "a step moves 0.57 GB in 71 launches, instead of 3.2 GB in 505",
+        "a6d4fd1, as compiled for an H200",
+    ),
+    Way(
+        "row for each corner",
+        "forward.py, value_gradient.py, point_gradients.py",
+        "one CPU, few samples: the gradients; few of the pixels read: a step's output, too",
+        "most steps of 20 to 900 queries take 0.65 to 0.95 of their time",
+        "ad795cd",
+    ),
+    Way(
+        "by channel",
+        "point_gradients.py",
+        "one CPU, many queries: the gradients of the points",
+        "tables of one channel stay in the fastest cache",
+        "2e77276",
+    ),
+    Way(
+        "pairs of pixels",
+        "value_gradient.py",
+        "one CPU, as many pairs as pixels: the gradient of the value",
+        "one addition reaches two pixels",
+        "2e77276",
+    ),
+)
+
+AT_ONCE = Rule(
+    "deformable_at_once", "GPU", "Sums of points are some kernels, instead of some for each point."
+)
+ALL_CORES = Rule(
+    "deformable_all_cores",
+    "CPU, 8192 rows of one query and head",
+    "The loop over the points has a sort in it, and heads in front: XLA:CPU leaves one without to one core.",
+)
+BY_CHANNEL = Rule(
+    "deformable_by_channel",
+    "one CPU, 8192 rows of one query and head, 4 queries for each pixel",
+    "Products with the cotangent fill a core's units; with fewer queries, transposing the pixels costs more.",
+)
+PAIRS = Rule(
+    "deformable_pairs",
+    "one CPU, bilinear, 256 queries, as many pairs as pixels",
+    "Half as many additions; 300 queries on 113 x 170 pixels, fewer pairs than pixels, take 0.35 without.",
+)
+CORNERS = Rule(
+    "deformable_corners",
+    "one CPU, rows of all corners in 4 MiB, not by channel",
+    "0.65 to 0.95 of the time of a step of 20 to 900 queries.",
+)
+FEW_PIXELS = Rule(
+    "deformable_few_pixels",
+    "as before, and four times as many pixels as corners",
+    "What makes the value is computed where it is read: 0.55 to 0.6 of a step of 100 queries behind a sine.",
+)
+BY_PIXEL = Rule(
+    "deformable_by_pixel",
+    "rows of corners, one entry, whose value caches do not hold",
+    "Sums lie in the axes of the value: XLA:CPU copies them under vmap else, 17 to 21 ms instead of 5 to 8.",
+    "memory",
+)
+RULES = (AT_ONCE, ALL_CORES, BY_CHANNEL, PAIRS, CORNERS, FEW_PIXELS, BY_PIXEL)
 
 # the axis Q that pieces cut
 QUERY_AXES: dict[str, Any] = {"value": None, "sampling_locations": 1, "attention_weights": 1}
@@ -32,19 +108,25 @@ _CORNER_NUMBERS = 1 << 20  # numbers in the rows of all corners: 4 MiB, which ca
 _PIXELS_PER_CORNER = 4  # from here on most pixels are read by no one
 _INDICES = 1 << 29  # numbers that int32 can index: padding makes up to three times as many
 
+Name = Literal[
+    "point by point",
+    "all points at once",
+    "sorted runs",
+    "row for each corner",
+    "by channel",
+    "pairs of pixels",
+]
+
 
 class Loops(NamedTuple):
-    """The loops that differ from the portable ones."""
+    """How each sum is computed: names of `WAYS`, and what these need."""
 
-    on_all_cores: bool = False  # of the output and its tangent
-    heads_first: bool = False  # in these, too, so that the points are transposed once
-    by_channel: bool = False  # products with the cotangent: `point_gradients.by_channel`
-    paired_queries: int = 0  # in a block of `value_gradient.in_pairs`; 0 = portable
-    all_corners: bool = False  # at once in the backward, but of a value in pairs
-    by_pixel: bool = False  # where their sums lie: for one entry whose value caches do not hold
-    few_pixels: bool = False  # are read: so too in the forward of a step, and the value is made where read
-    all_points: bool = False  # at once
-    in_order: bool = False  # the value's gradient: `value_gradient.in_runs`
+    output: Name = "point by point"
+    dvalue: Name = "point by point"
+    dpoints: Name = "point by point"
+    on_all_cores: bool = False  # the loop of the output and its tangent, with heads in front of queries
+    paired_queries: int = 0  # in a block of pairs
+    by_pixel: bool = False  # where the sums of corners lie
 
 
 @dataclass(frozen=True)
@@ -66,12 +148,23 @@ class Plan:
     @property
     def of_a_forward(self) -> "Plan":
         """The plan of a forward that no backward follows."""
-        return replace(self, loops=self.loops._replace(few_pixels=False))
+        if self.loops.output != "row for each corner":
+            return self
+        return replace(self, loops=self.loops._replace(output="point by point"))
 
     @property
     def read_twice(self) -> Sequence[str]:
         """The operands that are computed once for both rules; not a value of which both read little."""
-        return [name for name in DIFFERENTIABLE if name != "value" or not self.loops.few_pixels]
+        reads_little = self.loops.output == "row for each corner"
+        return [name for name in DIFFERENTIABLE if name != "value" or not reads_little]
+
+    @property
+    def way(self) -> str:
+        """How a call is computed, for `explain`."""
+        output, dvalue, dpoints, *_, size, _ = self.loops
+        blocks = f", {size} queries in a block" if size else ""
+        cut = "" if self.pieces is None else "; queries in pieces"
+        return f"{output}; value's gradient: {dvalue}{blocks}; points' gradients: {dpoints}{cut}"
 
 
 def plan(implementation: str, options: Options, operands: Operands) -> Plan:
@@ -84,12 +177,12 @@ def plan(implementation: str, options: Options, operands: Operands) -> Plan:
 def fastest_loops(options: Options, operands: Operands, pieces: Pieces | None = None) -> Loops:
     """Returns the loops that are faster; arrays may be their shapes.
 
-    Measured with 5440 pixels, 8 heads of 32, B of 1 or 8, 100 to 5440 queries. Sums by channel and pairs lay
-    heads and batch entries one behind the other, so they are left out where these may be on different
-    devices, or an Explicit mesh names their axes.
+    Sums by channel and pairs lay heads and batch entries one behind the other, so they are left out where
+    these may be on different devices, or an Explicit mesh names their axes.
     """
     if targets.platform() == "gpu":
-        return Loops(all_points=True, in_order=options.deterministic_sums)
+        form: Name = "all points at once" if AT_ONCE.holds() else "point by point"
+        return Loops(form, "sorted runs" if options.deterministic_sums else form, form)
     weights, (_, S, _, D) = operands.attention_weights, operands.value.shape
     B, Q, M, K = weights.shape
     if targets.platform() != "cpu" or not all(isinstance(n, int) for n in (B, Q, M, S, D)):
@@ -98,25 +191,28 @@ def fastest_loops(options: Options, operands: Operands, pieces: Pieces | None = 
     if pieces is not None and pieces.mesh_axes:
         B, Q, M, _ = jax.typeof(weights).sharding.shard_shape(weights.shape)
     many = B * Q * M >= _MANY_ROWS
+    loops = Loops(on_all_cores=ALL_CORES.holds(many))
     is_named = any(explicit_spec(weights)) or any(explicit_spec(operands.value))
     if pieces is not None or is_named or not targets.is_one_cpu() or operands.value.size >= _INDICES:
-        return Loops(on_all_cores=many)
-    by_channel = many and 4 * Q >= S  # with fewer, transposing the pixels costs more
+        return loops
+    # in pairs as many queries at a time as fit the cache
+    # with fewer pairs than pixels, to pad these, and drop that, would cost more than the sums
+    is_paired = options.method == "bilinear" and Q >= _MANY_QUERIES and B * M * D > 0 and 2 * Q * K >= S
+    if in_pairs := PAIRS.holds(is_paired):
+        pair_bytes = 2 * D * sampling.compute_dtype(operands).itemsize
+        size = min(Q, max(1, _BLOCK_BYTES // pair_bytes))
+        loops = loops._replace(dvalue="pairs of pixels", paired_queries=size)
     corners = (4 if options.method == "bilinear" else 1) * weights.size
-    all_corners = not by_channel and 0 < corners * D <= _CORNER_NUMBERS
-    # as many queries in a block as its pairs of pixels fit the cache
-    paired = options.method == "bilinear" and Q >= _MANY_QUERIES and B * M * D > 0
-    paired = paired and 2 * Q * K >= S  # else to pad the pixels, and drop that, would cost more than the sums
-    pair_bytes = 2 * D * sampling.compute_dtype(operands).itemsize
-    return Loops(
-        on_all_cores=many,
-        heads_first=many,
-        by_channel=by_channel,
-        all_corners=all_corners,
-        by_pixel=all_corners and B == 1 and operands.value.size > _CORNER_NUMBERS,
-        few_pixels=all_corners and _PIXELS_PER_CORNER * corners <= B * S * M,
-        paired_queries=min(Q, max(1, _BLOCK_BYTES // pair_bytes)) if paired else 0,
-    )
+    if BY_CHANNEL.holds(many and 4 * Q >= S):
+        loops = loops._replace(dpoints="by channel")
+    elif CORNERS.holds(0 < corners * D <= _CORNER_NUMBERS):
+        loops = loops._replace(dpoints="row for each corner")
+        if FEW_PIXELS.holds(_PIXELS_PER_CORNER * corners <= B * S * M):
+            loops = loops._replace(output="row for each corner")
+        if not in_pairs:
+            by_pixel = BY_PIXEL.holds(B == 1 and operands.value.size > _CORNER_NUMBERS)
+            loops = loops._replace(dvalue="row for each corner", by_pixel=by_pixel)
+    return loops
 
 
 def with_all_pixels(plan: Plan, operands: Operands) -> Operands:

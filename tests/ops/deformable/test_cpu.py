@@ -11,7 +11,8 @@ import pytest
 from helpers import OPERATORS, assert_close, assert_trees_close, differentiated, finite_loss, thorough
 from ops.deformable.calls import QUICK
 
-from jax_attn_bwd import multi_scale_deformable_attention, multi_scale_deformable_attention_bwd
+from jax_attn_bwd import explain, multi_scale_deformable_attention, multi_scale_deformable_attention_bwd
+from jax_attn_bwd._core import choices
 from jax_attn_bwd.ops.deformable import plan
 from jax_attn_bwd.ops.deformable.cases import locations
 from jax_attn_bwd.ops.deformable.spec import Operands, Options
@@ -19,17 +20,22 @@ from jax_attn_bwd.ops.deformable.spec import Operands, Options
 operator = next(o for o in OPERATORS if o.name == "multi_scale_deformable_attention")
 OPTIONS = Options(spatial_shapes=((64, 85),), num_points=(4,))
 QUERIES = 3  # queries of a block: most cases have a last block of fewer
+ROW = "row for each corner"
+CORNERS = plan.Loops(dvalue=ROW, dpoints=ROW)
+MANY = plan.Loops(dpoints="by channel", on_all_cores=True)
+PAIRED = MANY._replace(dvalue="pairs of pixels", paired_queries=512)
 
 
 @pytest.fixture(params=["loops", "corners", "few_pixels"])
 def forced(monkeypatch, request):
     def chosen(options, operands, pieces):
-        if request.param != "loops":
-            few = request.param == "few_pixels"  # of one large entry, which is summed by pixel
-            return plan.Loops(all_corners=True, by_pixel=few, few_pixels=few)
-        queries = operands.attention_weights.shape[1]
-        paired = min(queries, QUERIES) if options.method == "bilinear" else 0
-        return plan.Loops(True, True, True, paired)
+        if request.param == "corners":
+            return CORNERS
+        if request.param == "few_pixels":  # of one large entry, which is summed by pixel
+            return CORNERS._replace(output=ROW, by_pixel=True)
+        if options.method != "bilinear":
+            return MANY
+        return PAIRED._replace(paired_queries=min(operands.attention_weights.shape[1], QUERIES))
 
     monkeypatch.setattr(plan, "fastest_loops", chosen)
 
@@ -163,19 +169,19 @@ def shapes(B, Q, M, D, S, dtype=jnp.float32):
 @pytest.mark.parametrize(
     ("sizes", "expected"),
     [
-        ((1, 5440, 8, 32, 5440), plan.Loops(True, True, True, 512)),
-        ((1, 5440, 8, 256, 5440), plan.Loops(True, True, True, 64)),
-        ((8, 700, 8, 32, 5440), plan.Loops(True, True, False, 512)),
-        ((8, 300, 8, 32, 5440), plan.Loops(True, True)),  # more pixels than pairs
-        ((1, 700, 8, 32, 5440), plan.Loops(paired_queries=512)),
+        ((1, 5440, 8, 32, 5440), PAIRED),
+        ((1, 5440, 8, 256, 5440), PAIRED._replace(paired_queries=64)),
+        ((8, 700, 8, 32, 5440), PAIRED._replace(dpoints="point by point")),
+        ((8, 300, 8, 32, 5440), plan.Loops(on_all_cores=True)),  # more pixels than pairs
+        ((1, 700, 8, 32, 5440), plan.Loops(dvalue="pairs of pixels", paired_queries=512)),
         ((1, 300, 8, 32, 5440), plan.Loops()),
-        ((1, 100, 8, 32, 5440), plan.Loops(all_corners=True, by_pixel=True)),
-        ((2, 40, 8, 32, 5440), plan.Loops(all_corners=True, few_pixels=True)),
-        ((1, 80, 8, 32, 5440), plan.Loops(all_corners=True, by_pixel=True, few_pixels=True)),
-        ((1, 300, 8, 16, 784), plan.Loops(paired_queries=300, all_corners=True)),
-        ((1, 300, 8, 16, 5440), plan.Loops(all_corners=True)),
+        ((1, 100, 8, 32, 5440), CORNERS._replace(by_pixel=True)),
+        ((2, 40, 8, 32, 5440), CORNERS._replace(output=ROW)),
+        ((1, 80, 8, 32, 5440), CORNERS._replace(output=ROW, by_pixel=True)),
+        ((1, 300, 8, 16, 784), CORNERS._replace(dvalue="pairs of pixels", paired_queries=300)),
+        ((1, 300, 8, 16, 5440), CORNERS),
         ((0, 5440, 8, 32, 5440), plan.Loops()),
-        ((1, 5440, 8, 0, 5440), plan.Loops(True, True, True)),
+        ((1, 5440, 8, 0, 5440), MANY),
         ((1, 4096, 1 << 10, 32, 1 << 15), plan.Loops(on_all_cores=True)),  # 2^30 numbers
     ],
 )
@@ -183,15 +189,34 @@ def test_which_loops(monkeypatch, one_device, sizes, expected):
     assert plan.fastest_loops(OPTIONS, shapes(*sizes)) == expected
     nearest = plan.fastest_loops(replace(OPTIONS, method="discrete"), shapes(*sizes))
     *of_rows, pixels = sizes
-    is_small = 0 < 4 * math.prod(of_rows) <= 1 << 20  # a point has one corner
-    few = is_small and 4 * 4 * of_rows[1] <= pixels
-    large = is_small and of_rows[0] == 1 and pixels * math.prod(of_rows[2:]) > 1 << 20
-    expected = expected._replace(paired_queries=0, all_corners=is_small, by_pixel=large, few_pixels=few)
-    assert nearest == expected
+    if 0 < 4 * math.prod(of_rows) <= 1 << 20:  # a point has one corner
+        few = 4 * 4 * of_rows[1] <= pixels
+        large = of_rows[0] == 1 and pixels * math.prod(of_rows[2:]) > 1 << 20
+        assert nearest == CORNERS._replace(output=ROW if few else "point by point", by_pixel=large)
+    else:
+        assert nearest == expected._replace(dvalue="point by point", paired_queries=0)
     monkeypatch.setattr("jax_attn_bwd._core.targets.platform", lambda: "gpu")
-    assert plan.fastest_loops(OPTIONS, shapes(*sizes)) == plan.Loops(all_points=True, in_order=True)
+    at_once = "all points at once"
+    assert plan.fastest_loops(OPTIONS, shapes(*sizes)) == plan.Loops(at_once, "sorted runs", at_once)
     monkeypatch.setattr("jax_attn_bwd._core.targets.platform", lambda: "tpu")
     assert plan.fastest_loops(OPTIONS, shapes(*sizes)) == plan.Loops()
+
+
+@pytest.mark.usefixtures("one_device")
+def test_explain_names_the_loops_and_the_rules_that_chose_them():
+    def portable(*sizes):
+        value, at, weights = shapes(*sizes)
+        at, weights = (jax.ShapeDtypeStruct((*x.shape[:3], 1, *x.shape[3:]), x.dtype) for x in (at, weights))
+        found = explain(multi_scale_deformable_attention, value, OPTIONS.spatial_shapes, at, weights)
+        return found.choices[-1]
+
+    many, few = portable(1, 5440, 8, 32, 5440), portable(2, 40, 8, 32, 5440)
+    assert "pairs of pixels, 512 queries" in many.way
+    assert many.rules == ("deformable_all_cores", "deformable_pairs", "deformable_by_channel")
+    assert few.way.startswith(ROW)
+    assert few.rules == ("deformable_corners", "deformable_few_pixels")
+    with choices.without("deformable_pairs"):
+        assert "pairs" not in portable(1, 5440, 8, 32, 5440).way
 
 
 def test_operands_that_may_be_sharded_keep_their_heads_apart():

@@ -58,7 +58,8 @@ def is_program(x):
 @pytest.mark.parametrize("options", [{}, {"normalize": "softmax"}], ids=["weights", "logits"])
 def test_nothing_has_the_extent_of_samples_and_channels(monkeypatch, options, on_cpu):
     """No array of Q x L x P x D is formed; the largest is a small multiple of the inputs and outputs."""
-    chosen = plan.Loops(True, True, True, 16) if on_cpu else plan.Loops()
+    of_cpu = plan.Loops("point by point", "pairs of pixels", "by channel", True, 16)
+    chosen = of_cpu if on_cpu else plan.Loops()
     monkeypatch.setattr(plan, "fastest_loops", lambda *_: chosen)
     Q, D, P = 60, 32, 12
     arrays = sample(Q=Q, M=1, D=D, P=P)
