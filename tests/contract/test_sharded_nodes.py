@@ -18,7 +18,7 @@ from jax_attn_bwd import (
     graph_attention_v2,
     graph_transformer_attention,
 )
-from jax_attn_bwd.ops.graph import loops
+from jax_attn_bwd.ops.graph import plan
 
 NODES, EDGES, H, D = 16, 512, 2, 4
 CALLS = {  # name: (call, shapes of its arrays, least number of loops)
@@ -45,8 +45,8 @@ CALLS = {  # name: (call, shapes of its arrays, least number of loops)
 @pytest.fixture
 def small_chunks(monkeypatch):
     jax.clear_caches()  # what was traced with other chunks
-    monkeypatch.setattr(loops, "whole_elements", lambda: 0)
-    monkeypatch.setattr(loops, "chunk_elements", lambda: 64)
+    monkeypatch.setattr(plan, "whole_elements", lambda: 0)
+    monkeypatch.setattr(plan, "chunk_elements", lambda: 64)
     yield
     jax.clear_caches()
 

@@ -18,7 +18,7 @@ from layers.frameworks import (
 from layers.graph_cases import CASES, EDGE, N_DST, N_SRC, NNZ, C, H, build, definition, inputs, parameters
 
 from jax_attn_bwd import BipartiteCSC
-from jax_attn_bwd.ops.graph import loops, reference
+from jax_attn_bwd.ops.graph import plan, reference
 
 
 def cases(**default):
@@ -177,7 +177,7 @@ def test_nan_in_the_padding_of_edge_features_reaches_nothing(name):
 def test_gat_forms_nothing_as_wide_as_its_edges_and_heads(monkeypatch):
     """lin_edge and att_edge are joined before they meet the edges; the operator itself is in chunks."""
     for limit in ("whole_elements", "chunk_elements"):
-        monkeypatch.setattr(loops, limit, lambda: 500)
+        monkeypatch.setattr(plan, limit, lambda: 500)
     options, nnz = dict(edge_dim=EDGE), 1009
     rng = np.random.default_rng(0)
     params = parameters(rng, "GATConv", 6, options)

@@ -14,7 +14,7 @@ from parallel.exchanges import loops_and_collectives_in_them, sent_rows
 
 import jax_attn_bwd as jab
 from jax_attn_bwd import BipartiteCSC
-from jax_attn_bwd.ops.graph import loops
+from jax_attn_bwd.ops.graph import plan
 from jax_attn_bwd.parallel import partition_graph, sharded_graph_attention
 
 OPERATORS = {
@@ -254,8 +254,8 @@ def programs(kind, cut, graph, mesh, mode, heads_axis=None, **sizes):
 )
 @pytest.mark.parametrize("mode", MODES)
 def test_one_exchange_each_way_and_none_in_a_loop(kind, axis_type, edges, mode, monkeypatch):
-    monkeypatch.setattr(loops, "whole_elements", lambda: 0)
-    monkeypatch.setattr(loops, "chunk_elements", lambda: 64)
+    monkeypatch.setattr(plan, "whole_elements", lambda: 0)
+    monkeypatch.setattr(plan, "chunk_elements", lambda: 64)
     graph, _ = square(edges)
     cut = partition_graph(graph, 4)
     mesh = jax.make_mesh((4,), ("graph",), axis_types=(axis_type,), devices=jax.devices()[:4])

@@ -213,6 +213,6 @@ def _scores(options: Options, operands: Operands) -> jax.Array:
     if not loops.has_edges(graph):
         return plane
     walk, of_chunk = (graph.by_destination, graph.capacity), functools.partial(scores, kind, t)
-    edges = loops.one_chunk(*walk)
+    edges = loops.one_chunk(*walk, cut.in_order)
     found = of_chunk(edges) if cut.scores.count == 1 else loops.each(of_chunk, *walk, cut.scores)
     return loops.put(plane, edges.number, found)

@@ -65,7 +65,7 @@ def backward(plan: Plan, residuals: Residuals, cotangents: Cotangents) -> dict[s
         result, cotangents = all_gathered((residuals.result, cotangents))
         residuals = Residuals(placement.gathered_operands(given), result, residuals.wanted)
     operands, wanted = residuals.operands, residuals.wanted.names
-    t = plan.kind.tables(operands)
+    t = plan.tables(operands)
 
     # the sums over the edges: a pass by source and, where it is needed, one by destination
     passes = _Passes.of(plan, plan.kind.needs(t, wanted))
@@ -78,8 +78,7 @@ def backward(plan: Plan, residuals: Residuals, cotangents: Cotangents) -> dict[s
         if passes.in_parts:
             sums = sums._replace(handed=())
         if has_edges(operands.graph):
-            saved = destination_rows(plan.options, residuals, cotangents, not plan.delta_by_edge)
-            saved = _with_end_rows(plan, saved)
+            saved = _with_end_rows(plan, _destination_rows(plan, residuals, cotangents))
             t = plan.loops.with_end_rows(t)
             if any(passes.by_source):
                 sums = _source_pass(plan, t, saved, passes.by_source, graph, sums)
@@ -116,6 +115,11 @@ class _Passes(NamedTuple):
         return cls(need, need._replace(dst=need.dst and not second), second, in_parts)
 
 
+def _destination_rows(plan: Plan, residuals: Residuals, cotangents: Cotangents) -> DestinationRows:
+    by_edge = plan.delta_by_edge
+    return destination_rows(plan.options, residuals, cotangents, plan.loops.in_order, not by_edge)
+
+
 def _with_end_rows(plan: Plan, saved: DestinationRows) -> DestinationRows:
     """Returns `saved` as `loops.rows` reads it; where an index past the end finds its own row, p is 0."""
     fills = {"dout": 0, "delta": 0, "m": jnp.inf, "l": 1}
@@ -149,7 +153,7 @@ def _sums_over_pieces(
     """
     pieces, kind, operands = plan.pieces, plan.kind, residuals.operands
     assert pieces is not None  # else there are no pieces
-    t, saved = t.unsharded(destination_rows(plan.options, residuals, cotangents))
+    t, saved = t.unsharded(_destination_rows(plan, residuals, cotangents))
 
     def source_pass(graph, shared):
         t, saved = shared
@@ -192,7 +196,7 @@ def _source_pass(
         delta = partial(_delta_of_edges, plan, graph, saved) if plan.delta_by_edge else None
         edges = loops.turned(graph.by_destination)
         to_source = lambda x, chunk, new: loops.add_in_turn(x, chunk.node, new)
-        to_destination = lambda x, chunk, new: loops.add_sorted(x, runs.node, new)
+        to_destination = lambda x, chunk, new: loops.add_in_turn(x, runs.node, new, is_sorted=True)
         sums = sums._replace(dst=loops.room_for_runs(zeros, graph)) if need.dst else sums
 
     # by number of the edge; or in the order of the groups, with the numbers, which the second pass looks up
@@ -211,10 +215,10 @@ def _source_pass(
             src=to_source(sums.src, chunk, new.src) if need.src else None,
         )
 
-    share = partial(_share, plan.kind, t, saved, delta, need)
+    share = partial(_share, plan, t, saved, delta, need)
     sums = loops.scan(share, fold, sums, edges, graph.capacity, plan.loops.sources)
     if plan.like_forward and need.dst:
-        sums = sums._replace(dst=loops.add_runs(zeros, graph, sums.dst))
+        sums = sums._replace(dst=loops.add_runs(zeros, graph, sums.dst, in_order=True))
     return sums
 
 
@@ -222,16 +226,17 @@ def _delta_of_edges(plan: Plan, graph: Any, saved: DestinationRows, terms: jax.A
     """Adds to delta (5), of which `saved` has the rest, the `terms` w c of all edges, as the forward sums."""
     rest, runs = saved.delta[: graph.num_dst], loops.in_runs(graph)[0]
     if graph.run_owners is None:
-        found = loops.add_sorted(rest, runs.node, terms)
+        found = loops.add_in_turn(rest, runs.node, terms, is_sorted=True)
     else:
         zeros = full_like_operands(rest, rest.shape, 0, rest.dtype, (rest, terms, graph))
-        of_runs = loops.add_sorted(loops.room_for_runs(zeros, graph), runs.node, terms)
-        found = loops.add_runs(rest, graph, of_runs)
+        of_runs = loops.room_for_runs(zeros, graph)
+        of_runs = loops.add_in_turn(of_runs, runs.node, terms, is_sorted=True)
+        found = loops.add_runs(rest, graph, of_runs, in_order=True)
     return plan.loops.with_end_row(found)
 
 
 def _share(
-    kind: Kind,
+    plan: Plan,
     t: Tables,
     saved: DestinationRows,
     delta: Callable[[jax.Array], jax.Array] | None,
@@ -243,9 +248,10 @@ def _share(
     `delta` makes delta (5) by destination of the terms w c of all edges, which are one chunk; None: saved.
     """
     # the weights again, [(W,) R, H]
+    kind = plan.kind
     read = _read(kind, t, saved, chunk)
     s = with_bias(kind.score(t, read.ends), t, chunk, read.seen)
-    p = jnp.exp(s - rows(saved.m, chunk.other, jnp.inf)) / rows(saved.l, chunk.other, 1)  # (1)
+    p = jnp.exp(s - rows(saved.m, chunk, jnp.inf)) / rows(saved.l, chunk, 1)  # (1)
     z = kind.dropout_factors(t, chunk)
     w = p if z is None else p * z  # (2)
     if not any(need._replace(message=False)):  # nothing goes through the scores
@@ -254,9 +260,7 @@ def _share(
 
     # ds, [(W,) R, H]; behind it the rows are read once more where slopes by edge and feature would be kept
     ds = _gradient_of_scores(kind, t, saved, delta, chunk, read, p, z)
-    if delta is None:  # in a loop XLA:CPU of JAX 0.10 sums c in four times the time if it also broadcasts ds
-        ds = fusion.kept_whole(ds, may_be_gathered=True)
-    if kind.reads_twice and not loops.adds_in_order():
+    if plan.reads_twice:
         ds, w, chunk = fusion.barrier((ds, w, chunk))
         read = _read(kind, t, saved, chunk)
 
@@ -284,10 +288,10 @@ class _Read(NamedTuple):
 def _read(kind: Kind, t: Tables, saved: DestinationRows, chunk: Chunk) -> _Read:
     dtype, seen = saved.m.dtype, visible(t, chunk)
     own = kind.to_heads(own_rows(t.src, chunk).astype(dtype))
-    dout = shown(rows(saved.dout, chunk.other).astype(dtype), seen)
+    dout = shown(rows(saved.dout, chunk).astype(dtype), seen)
     edge = None if t.edge is None else kind.to_heads(take(t.edge, chunk.number).astype(dtype))
     edge = None if edge is None else shown(edge, seen)
-    dst = shown(rows(t.dst, chunk.other).astype(dtype), seen)
+    dst = shown(rows(t.dst, chunk).astype(dtype), seen)
     return _Read(own, Rows(own, dst, edge), dout, seen)
 
 
@@ -309,7 +313,7 @@ def _gradient_of_scores(
     c = c if z is None else z * c
     if read.seen is not None:
         c = jnp.where(read.seen, c, 0)
-    own = rows(saved.delta if delta is None else delta(p * c), chunk.other)
+    own = rows(saved.delta if delta is None else delta(p * c), chunk)
     return p * (c - (own if read.seen is None else jnp.where(read.seen, own, 0)))
 
 
@@ -329,4 +333,4 @@ def _destination_pass(plan: Plan, t: Tables, graph: Any, sums: Sums[Any]) -> jax
     add = lambda dst, new, chunk: loops.add(dst, chunk, new)
     of_runs, (runs, _) = loops.room_for_runs(sums.dst, graph), loops.in_runs(graph)
     of_runs = loops.scan(share, add, of_runs, runs, graph.capacity, plan.loops.scores)
-    return loops.add_runs(sums.dst, graph, of_runs)
+    return loops.add_runs(sums.dst, graph, of_runs, plan.loops.in_order)

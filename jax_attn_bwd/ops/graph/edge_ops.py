@@ -19,6 +19,7 @@ from jax_attn_bwd._core.types import Array, Implementation
 from jax_attn_bwd.ops.graph import reductions, softmax
 from jax_attn_bwd.ops.graph.arguments import check_graph
 from jax_attn_bwd.ops.graph.placement import run_on_every_device
+from jax_attn_bwd.ops.graph.plan import EdgePlan
 from jax_attn_bwd.ops.graph.spec import EdgeKeywords
 from jax_attn_bwd.ops.graph.structure import BipartiteCSC
 
@@ -261,8 +262,8 @@ def edge_softmax_bwd(
     checks.shape(name, "dweights", dweights, "the shape of weights", weights.shape)
     checks.same_dtype(name, weights=weights, dweights=dweights)
     dweights = reshard_like(dweights, weights, range(weights.ndim))
-    chosen = backend.select(name, IMPLEMENTATIONS["edge_softmax"], implementation, None, (graph, weights))
-    return chosen.backward(graph, dweights, weights)
+    plan = _planned(name, "edge_softmax", implementation, Operands(graph, weights))
+    return _named(plan).backward(plan, graph, dweights, weights)
 
 
 def _reduced(name: str, graph: Any, edge: Any, forward_mode: Any, implementation: Any) -> jax.Array:
@@ -271,14 +272,19 @@ def _reduced(name: str, graph: Any, edge: Any, forward_mode: Any, implementation
 
 
 def _run(name: str, graph: BipartiteCSC, edge: jax.Array, forward_mode: Any, implementation: Any) -> Any:
-    chosen = backend.select(name, IMPLEMENTATIONS[name], implementation, None, (graph, edge))
-    return _OPERATION.runner(name, forward_mode)((name, chosen.name), Operands(graph, edge))
+    operands = Operands(graph, edge)
+    return _OPERATION.runner(name, forward_mode)(_planned(name, name, implementation, operands), operands)
+
+
+def _planned(operator: str, name: str, implementation: Any, operands: "Operands") -> EdgePlan:
+    """Returns the plan of the operation `name` for a call of `operator`, which errors name."""
+    return backend.planned(operator, IMPLEMENTATIONS[name], implementation, name, operands, EdgePlan.of)
 
 
 def _gradient(
     forward: str, dout: Any, graph: Any, options: EdgeKeywords, edge: Any = None, out: Any = None
 ) -> jax.Array:
-    name, chosen = f"{forward}_bwd", IMPLEMENTATIONS[forward]
+    name = f"{forward}_bwd"
     implementation = secondary_calls.complete(name, edge_sum, EdgeKeywords, options)["implementation"]
     graph = check_graph(name, graph)
     dout = _rows(name, "dout", dout, "num_dst", graph.num_dst)
@@ -292,8 +298,8 @@ def _gradient(
         checks.same_dtype(name, edge=edge, out=jnp.asarray(out), dout=dout)
         given = (edge, reshard_like(jnp.asarray(out), edge, axes))
         dout = reshard_like(dout, edge, axes)
-    run = backend.select(name, chosen, implementation, None, (graph, dout))
-    return run.backward(graph, dout, *given).astype(dout.dtype)
+    plan = _planned(name, forward, implementation, Operands(graph, dout))
+    return _named(plan).backward(plan, graph, dout, *given).astype(dout.dtype)
 
 
 def _rows(operator: str, argument: str, x: Any, name: str, size: Any) -> jax.Array:
@@ -326,14 +332,15 @@ def _portable(name: str) -> tuple[backend.Implementation, Callable[..., jax.Arra
     passes: list[Any] = [softmax.weights_of, softmax.through_weights, softmax.through_weights]
     if name != "edge_softmax":
         run, passes = run_on_every_device, [reductions.forward, reductions.backward, reductions.tangent]
-        passes = [jax.jit(partial(one, name)) for one in passes]
     forward, backward, tangent = (partial(run, one) for one in passes)
     return backend.Implementation("xla", forward, backward), tangent
 
 
-def _of_entries(run: Callable[..., jax.Array], graph: BipartiteCSC, *arrays: jax.Array) -> jax.Array:
-    """Calls `run(graph, *arrays)`, `[nnz, H]`, for each entry of the batch axes in front."""
-    run = partial(run_on_every_device, run)
+def _of_entries(
+    run: Callable[..., jax.Array], plan: EdgePlan, graph: BipartiteCSC, *arrays: jax.Array
+) -> jax.Array:
+    """Calls `run(plan, graph, *arrays)`, `[nnz, H]`, for each entry of the batch axes in front."""
+    run = partial(run_on_every_device, run, plan)
     for _ in range(arrays[0].ndim - 2):
         run = jax.vmap(run, in_axes=(None, *(0 for _ in arrays)))
     return run(graph, *arrays)
@@ -350,32 +357,31 @@ class Operands(NamedTuple):
     edge: jax.Array  # the scores of a softmax
 
 
-def _named(static: tuple[str, str]) -> backend.Implementation:
-    name, implementation = static
-    return backend.named(IMPLEMENTATIONS[name], implementation)
+def _named(plan: EdgePlan) -> backend.Implementation:
+    return backend.named(IMPLEMENTATIONS[plan.name], plan.implementation)
 
 
-def _primal(static: tuple[str, str], operands: Operands) -> jax.Array:
-    return _named(static).forward(*operands)
+def _primal(plan: EdgePlan, operands: Operands) -> jax.Array:
+    return _named(plan).forward(plan, *operands)
 
 
-def _forward(static, operands, wanted):
+def _forward(plan, operands, wanted):
     graph, edge = operands
-    out = _named(static).forward(graph, edge)
-    read = {"edge_max": (edge, out), "edge_softmax": (out,)}.get(static[0], ())
-    return out, (graph, read, edge[..., :0, :] if static[0] == "edge_softmax" else edge[:0])
+    out = _named(plan).forward(plan, graph, edge)
+    read = {"edge_max": (edge, out), "edge_softmax": (out,)}.get(plan.name, ())
+    return out, (graph, read, edge[..., :0, :] if plan.name == "edge_softmax" else edge[:0])
 
 
-def _backward(static, saved, wanted, dout):
+def _backward(plan, saved, wanted, dout):
     graph, read, like_edge = saved
-    dedge = _named(static).backward(graph, dout, *read)
+    dedge = _named(plan).backward(plan, graph, dout, *read)
     return Operands(None, match_type(dedge, like_edge))  # shards of the graph may share the edges' data
 
 
-def _tangent(static, saved, tangents):
+def _tangent(plan, saved, tangents):
     graph, read, _ = saved
-    _, tangent = _PORTABLE[static[0]]
-    return tangent(graph, tangents.edge, *read)
+    _, tangent = _PORTABLE[plan.name]
+    return tangent(plan, graph, tangents.edge, *read)
 
 
 _OPERATION = Operation((), _primal, _forward, _backward, _tangent)

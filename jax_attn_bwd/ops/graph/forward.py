@@ -41,7 +41,7 @@ def forward(plan: Plan, operands: Operands) -> Result:
     # the edges as the passes walk over them, and the tables that they read
     options, graph = plan.options, plan.edges_of(operands)
     operands = placement.gathered_operands(operands) if plan.on_every_device else operands
-    read = plan.kind.tables(operands), split_heads(operands.dst, options.num_heads)
+    read = plan.tables(operands), split_heads(operands.dst, options.num_heads)
 
     sums_of_edges = _sums_over_pieces if plan.pieces else _sums
     out, m, l, weights = sums_of_edges(plan, graph, read)  # [num_dst, H, D], [num_dst, H] twice
@@ -88,7 +88,8 @@ def _sums(
 
     # scores and their softmax, whole: [(W,) R, H] of each part of the groups
     t, groups = plan.loops.with_end_rows(t), graph.by_destination
-    grid, parts = plan.loops.scores, loops.parts(groups, graph.capacity)
+    grid, in_order = plan.loops.scores, plan.loops.in_order
+    parts = loops.parts(groups, graph.capacity, in_order)
     if grid.count == 1:
         s = [scores(kind, t, chunk) for chunk in parts]
     else:
@@ -106,7 +107,7 @@ def _sums(
     sums = full_like_operands(like, (count, H, D), 0, dtype, operands)
     share = partial(weighted_messages, kind, t)
     sums = loops.scan(share, add, sums, runs, graph.capacity, plan.loops.messages, w)
-    out = loops.add_runs(out, graph, sums)
+    out = loops.add_runs(out, graph, sums, in_order)
 
     # w in the caller's order
     if weights is not None:
@@ -147,7 +148,7 @@ def _sums_over_pieces(plan: Plan, graph: BipartiteCSC, read: tuple[Tables, jax.A
 def _weights(plan: Plan, graph: BipartiteCSC, saved: tuple) -> tuple[jax.Array, jax.Array]:
     """Computes the numbers and weights, `[1, (W,) R, H]`, of edges by destination: of tables, m and l."""
     (t, m, l), kind, grid, walk = saved, plan.kind, plan.loops.scores, (graph.by_destination, graph.capacity)
-    edges, run = loops.one_chunk(*walk), partial(scores, kind, plan.loops.with_end_rows(t))
+    edges, run = loops.one_chunk(*walk, grid.in_order), partial(scores, kind, plan.loops.with_end_rows(t))
     s = run(edges) if grid.count == 1 else loops.each(run, *walk, grid)
     m, l = (own_rows(x, edges, fill) for x, fill in ((m, 0), (l, 1)))
     p, z = jnp.exp(s - m) / l, kind.dropout_factors(t, edges)
@@ -164,7 +165,7 @@ def scores(kind: Kind, t: Tables, chunk: Chunk) -> jax.Array:
 def ends(kind: Kind, t: Tables, chunk: Chunk, seen: jax.Array | None, dtype: Any) -> Rows:
     """Reads the rows that the scores of a chunk by destination are made of; None where `t` has none."""
     dst = None if t.dst is None else own_rows(t.dst, chunk).astype(dtype)
-    src = None if t.src is None else rows(t.src, chunk.other).astype(dtype)
+    src = None if t.src is None else rows(t.src, chunk).astype(dtype)
     edge = None if t.edge is None else take(t.edge, chunk.number).astype(dtype)
     to_heads: Any = lambda x: None if x is None else shown(kind.to_heads(x), seen)
     return Rows(to_heads(src), dst, to_heads(edge))
@@ -198,7 +199,7 @@ def weighted_messages(kind: Kind, t: Tables, chunk: Chunk, w: jax.Array) -> Any:
     result: Any = 0
     if t.message is None and (t.edge is None or not kind.edge_in_message):
         return result
-    x: Any = 0 if t.message is None else rows(t.message, chunk.other).astype(w.dtype)
+    x: Any = 0 if t.message is None else rows(t.message, chunk).astype(w.dtype)
     if t.edge is not None and kind.edge_in_message:
         x = x + take(t.edge, chunk.number).astype(w.dtype)
     return loops.sum_of_group(w[..., None] * shown(kind.to_heads(x), visible(t, chunk)), chunk)

@@ -4,8 +4,6 @@ Edges are handled in **groups**: up to W edges of one node, so that the sums ove
 only one row a group is scattered. A hub is many groups, a node without edges is none. Groups of the
 destinations hold the edges that come in, groups of the sources those that go out.
 
-On a CPU each edge is a group of its own: there a scatter takes less time than a group's empty places.
-
 `arrays_of_known` builds them with NumPy; `arrays_of_traced` builds the same with JAX, so that the edges
 may be traced, and sorts the edges twice.
 """
@@ -17,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_attn_bwd._core import checks, targets
+from jax_attn_bwd._core import checks
 from jax_attn_bwd._core.numerics import ceil_div
 from jax_attn_bwd._core.serialization import exportable_tuple
 
@@ -54,57 +52,58 @@ def first_group_per_node(groups: Groups, nodes: int) -> FirstGroupPerNode:
     return FirstGroupPerNode(node[order[nodes:]], groups.other[order], groups.number[order])
 
 
-def group_width(edges: int, nodes: int) -> int:
-    """Chooses the edges of a group by the mean degree: wide groups are faster, but emptier where it is low.
+class Side(NamedTuple):
+    """The nodes at one end of the edges, and how the edges are grouped by them."""
 
-    At most 16: a longer axis XLA:GPU sums in another way, for which it writes what is summed.
-    """
-    if targets.platform() == "cpu":
-        return 1
-    mean = edges / max(nodes, 1)
-    return next((width for width, least in ((16, 10), (8, 6), (4, 2)) if mean >= least), 2)
+    nodes: int
+    width: int  # the most edges of a group
 
 
-def most_groups(operator: str, room: int, nodes: int, width: int) -> int:
-    """Returns the number of groups that `room` edges of `nodes` nodes may need."""
+class Grouping(NamedTuple):
+    """What is known of a graph before its edges."""
+
+    operator: str  # whom an error names
+    src: Side
+    dst: Side
+    room: int  # edges that there is room for
+    exact: bool  # whether there are as many
+    in_runs: bool  # whether the edges of a hub are summed in runs
+
+
+def _most_groups(cut: Grouping, side: Side) -> int:
+    """Returns the number of groups that the edges may need."""
+    room, (nodes, width) = cut.room, side
     bound = room if width == 1 else nodes and nodes + max(ceil_div(room, width) - 1, 0)
     if bound * width > LIMIT:
         expected = f"need at most {LIMIT} slots, which int32 can count"
         remedy = "split the graph by destinations"
         got = f"{bound * width} for {room} edges of {nodes} nodes"
-        raise ValueError(checks.message(operator, "the graph", expected, got, remedy))
+        raise ValueError(checks.message(cut.operator, "the graph", expected, got, remedy))
     return bound
 
 
-def arrays_of_known(
-    operator: str, offsets: Any, indices: Any, number: Any, num_src: int, num_dst: int, room: int, exact: bool
-) -> dict[str, Any]:
+def arrays_of_known(cut: Grouping, offsets: Any, indices: Any, number: Any) -> dict[str, Any]:
     """Builds the fields of a `BipartiteCSC` that depend on its edges, by name, from checked NumPy arrays.
 
     Args:
-      operator: whom an error names.
+      cut: what is known before the edges.
       offsets, indices: of the edges by destination.
       number: each edge's number for the caller.
-      num_src, num_dst: node counts.
-      room: edges that there is room for.
-      exact: whether there are as many.
     """
-    for nodes in (num_dst, num_src):  # before anything of that size is made
-        most_groups(operator, room, nodes, group_width(room, nodes))
+    for side in (cut.dst, cut.src):  # before anything of that size is made
+        _most_groups(cut, side)
 
     # sorted by destination, then those by source; in the padding there is no edge
-    nnz = len(indices)
-    pad = lambda x, none: np.pad(x, (0, room - nnz), constant_values=none)
+    nnz, num_src, num_dst = len(indices), cut.src.nodes, cut.dst.nodes
+    pad = lambda x, none: np.pad(x, (0, cut.room - nnz), constant_values=none)
     node, indices = pad(np.repeat(np.arange(num_dst), np.diff(offsets)), num_dst), pad(indices, num_src)
-    number, order = np.concatenate([number, np.arange(nnz, room)]), stable_order(indices)
-    by_source = indices[order], order
-    return _arrays(np, operator, offsets, node, indices, number, by_source, num_src, num_dst, exact)
+    number, order = np.concatenate([number, np.arange(nnz, cut.room)]), stable_order(indices)
+    return _arrays(np, cut, offsets, node, indices, number, (indices[order], order))
 
 
-def arrays_of_traced(
-    operator: str, src: jax.Array, dst: jax.Array, num_src: int, num_dst: int
-) -> dict[str, Any]:
+def arrays_of_traced(cut: Grouping, src: jax.Array, dst: jax.Array) -> dict[str, Any]:
     """Builds the same from edges that may be traced; an edge with an end out of range does not exist."""
+    num_src, num_dst = cut.src.nodes, cut.dst.nodes
     exists = (src >= 0) & (src < num_src) & (dst >= 0) & (dst < num_dst)
     src, dst = jnp.where(exists, src, num_src), jnp.where(exists, dst, num_dst)
 
@@ -113,7 +112,7 @@ def arrays_of_traced(
     node, number = lax.sort_key_val(dst.astype(jnp.int32), position)
     indices = src.astype(jnp.int32)[number]
     by_source, offsets = lax.sort_key_val(indices, position), _starts(jnp, node, num_dst)
-    return _arrays(jnp, operator, offsets, node, indices, number, by_source, num_src, num_dst, False)
+    return _arrays(jnp, cut, offsets, node, indices, number, by_source)
 
 
 def stable_order(x: np.ndarray) -> np.ndarray:
@@ -136,31 +135,22 @@ def ends_of_edges(graph: Any) -> tuple[jax.Array, jax.Array]:
 
 
 def _arrays(
-    xp: Any,
-    operator: str,
-    offsets: Any,
-    node: Any,
-    indices: Any,
-    number: Any,
-    by_source: tuple[Any, Any],
-    num_src: int,
-    num_dst: int,
-    exact: bool,
+    xp: Any, cut: Grouping, offsets: Any, node: Any, indices: Any, number: Any, by_source: tuple[Any, Any]
 ) -> dict[str, Any]:
     """Builds the fields from the edges by destination, and from (their sources sorted, the order of that)."""
     source, order = by_source
-    incoming = _grouped(xp, operator, node, indices, number, num_dst, num_src, exact)
-    outgoing = _grouped(xp, operator, source, node[order], number[order], num_src, num_dst, exact)
+    incoming = _grouped(xp, cut, cut.dst, node, indices, number, cut.src.nodes)
+    outgoing = _grouped(xp, cut, cut.src, source, node[order], number[order], cut.dst.nodes)
     found = {
         "offsets": offsets,
         "indices": indices,
         "map_csc_to_coo": number,
         "by_destination": incoming,
         "by_source": outgoing,
-        "run_owners": _run_owners(xp, node, num_dst, exact),
+        "run_owners": _run_owners(xp, cut, node),
     }
     int32 = lambda x: jnp.asarray(x, jnp.int32)
-    return jax.tree.map(int32, found) | {"exact": exact and incoming.number.shape[1] == 1}
+    return jax.tree.map(int32, found) | {"exact": cut.exact and incoming.number.shape[1] == 1}
 
 
 def _starts(xp: Any, node: Any, nodes: int) -> Any:
@@ -168,23 +158,20 @@ def _starts(xp: Any, node: Any, nodes: int) -> Any:
     return xp.searchsorted(node, xp.arange(nodes + 1, dtype=np.int32)).astype(np.int32)
 
 
-def _grouped(
-    xp: Any, operator: str, node: Any, other: Any, number: Any, nodes: int, others: int, exact: bool
-) -> Groups:
-    """Groups edges sorted by `node`: as few groups as needed if `exact`, else as many as that may need."""
-    room = node.shape[0]
-    width = group_width(room, nodes)
+def _grouped(xp: Any, cut: Grouping, side: Side, node: Any, other: Any, number: Any, others: int) -> Groups:
+    """Groups edges sorted by `node`: as few groups as needed if exact, else as many as that may need."""
+    room, (nodes, width) = cut.room, side
     number = xp.where(node < nodes, number, room)
     if width == 1:
         return Groups(node, other[:, None], number[:, None])
 
     # where the groups of each node begin, and how many there are
-    total = most_groups(operator, room, nodes, width)
+    total = _most_groups(cut, side)
     start = _starts(xp, node, nodes)
     count = xp.maximum((start[1:] - start[:-1] + width - 1) // width, 1)
     ends = xp.cumsum(count, dtype=np.int32)
     first = xp.concatenate([xp.zeros(1, np.int32), ends])
-    total = int(first[-1]) if exact else total
+    total = int(first[-1]) if cut.exact else total
 
     # the slot of each edge; that of an edge that does not exist is past the end
     rank = xp.arange(room, dtype=np.int32) - start[node]
@@ -195,14 +182,13 @@ def _grouped(
     return Groups(owner, *(fill(*x).reshape(total, width) for x in ((other, others), (number, room))))
 
 
-def _run_owners(xp: Any, node: Any, nodes: int, exact: bool) -> Any:
+def _run_owners(xp: Any, cut: Grouping, node: Any) -> Any:
     """Finds the node of each run of single edges sorted by `node`: edge k is in run node + k // RUN.
 
-    None if the groups are wider, or if no node has several runs (with a capacity: if it is small).
+    None if no node has several runs (with a capacity: if it is small).
     """
-    room = node.shape[0]
-    may_have_runs = bool((np.bincount(node) > RUN).any()) if exact else room > 16 * RUN
-    if group_width(room, nodes) > 1 or not may_have_runs:
+    room, nodes = cut.room, cut.dst.nodes
+    if not cut.in_runs or not ((np.bincount(node) > RUN).any() if cut.exact else room > 16 * RUN):
         return None
     run = xp.where(node < nodes, node + xp.arange(room, dtype=np.int32) // RUN, -1)
     count = nodes + room // RUN + 1

@@ -2,11 +2,11 @@
 
 A pass that reads a few numbers of each edge takes all edges at once (`parts`, `one_chunk`). A pass that reads
 all features does so too where they are few: without a loop XLA compiles it sooner, runs it on all cores
-and fuses it with its neighbours. Above `whole_elements` the same functions run in a loop, over
-`chunk_elements` at a time. On a GPU a kernel reads rows where it multiplies and sums them, so that what
-is written by edge has no features.
+and fuses it with its neighbours. Else the same functions run in a loop over chunks; a `Grid` of the plan
+tells which. On a GPU a kernel reads rows where it multiplies and sums them, so that what is written by edge
+has no features.
 
-A scatter adds in a fixed order on a CPU alone. Elsewhere `add_in_fixed_order` sums rows that lie
+A scatter adds in a fixed order on a CPU alone (`in_order`). Elsewhere `add_in_fixed_order` sums rows that lie
 together. They are cut into blocks of B. The last row of a block ends the block's tail, the rows before it
 of the same node; the tails, one for each block, are rows again, of which the next level is made. A node's
 rows, up to one of them, are then at most B of each level: those of its block, the tails of the blocks
@@ -19,7 +19,7 @@ Each level is a B-th of the one before. The kernel that adds reads them all, and
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -27,23 +27,24 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_attn_bwd._core import targets
-from jax_attn_bwd._core.numerics import ceil_div
 from jax_attn_bwd._core.split import join
 from jax_attn_bwd.ops.graph.groups import RUN, FirstGroupPerNode, Groups
 
-_SYMBOLIC_ELEMENTS = 64  # assumed of an edge where the size is symbolic
 _NONE = np.int32(2**31 - 1)  # a node past every end
 _BLOCK = 4  # rows that are summed in a fixed order, at each level
 
 
-class Chunk(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Chunk:
     """R groups of W edges. An index past the end stands for no edge; single edges, W = 1, have no axis W."""
 
     node: Any  # [R], not decreasing; None: of nodes 0 to R - 1, of all that there are
     other: jax.Array  # [(W,) R]
     number: jax.Array  # [(W,) R], of the edge in the caller's order
     exists: jax.Array | None  # bool [W, R]; None for single edges, of which one past the end is none
+    # whether a scatter adds one row after the other, and an index past the end finds the last row of a table
+    in_order: bool = field(default=False, metadata={"static": True})
 
 
 class Grid(NamedTuple):
@@ -51,56 +52,45 @@ class Grid(NamedTuple):
 
     count: Any  # chunks; may be symbolic
     size: Any  # groups in each
+    in_order: bool  # of each chunk
 
 
-def grid(groups: Groups, elements: Any, whole: int | None = None) -> Grid:
-    """Cuts `groups` into chunks for a pass; sizes may be symbolic.
-
-    Args:
-      groups: of the graph.
-      elements: how many a pass makes of an edge.
-      whole: how many of all edges need no loop; None = `whole_elements()`.
-    """
-    total, width = groups.other.shape
-    of_group = width * (elements if isinstance(elements, int) else _SYMBOLIC_ELEMENTS)
-    if total * of_group <= (whole_elements() if whole is None else whole):
-        return Grid(1, total)
-    size = max(8, chunk_elements() // max(of_group, 1))
-    count = ceil_div(total, size)
-    return Grid(count, ceil_div(total, count))
+def rows(x: jax.Array, chunk: Chunk, fill: float = 0) -> jax.Array:
+    """Reads the rows of `x`, of the nodes at the other ends of a chunk's edges; `fill` past the end."""
+    return _rows(x, chunk.other, chunk, fill)
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(2,))
-def rows(x: jax.Array, index: jax.Array, fill: float = 0) -> jax.Array:
+def _rows(x: jax.Array, index: jax.Array, chunk: Chunk, fill: float = 0) -> jax.Array:
     """Reads the rows of `x` at `index`, of nodes; `fill` for an index past the end.
 
     On a CPU it finds the last row, see `Loops.with_end_row`. To compare each index with the end, as `take`
     does, is slower: XLA:CPU then computes an `exp` that follows one number at a time, and a sum of products
     in one more pass.
     """
-    return x.at[index].get(mode="clip", **_of_indices()) if adds_in_order() else take(x, index, fill)
+    return _or_last(x, index) if chunk.in_order else take(x, index, fill)
 
 
-@rows.defjvp
-def _rows_jvp(fill, primals, tangents):
+@jax.custom_jvp
+def _or_last(x: jax.Array, index: jax.Array) -> jax.Array:
+    """Reads the rows of `x` at `index`; past the end the last one."""
+    return x.at[index].get(mode="clip", wrap_negative_indices=False)
+
+
+@_or_last.defjvp
+def _or_last_jvp(primals, tangents):
     """Gives the last row a derivative only from indices that asked for it, not from those past the end."""
-    x, index = primals
-    return rows(x, index, fill), take(tangents[0], index)
+    return _or_last(*primals), take(tangents[0], primals[1])
 
 
 def take(x: jax.Array, index: jax.Array, fill: float = 0) -> jax.Array:
     """Reads the rows of `x` at `index`; `fill`, whatever lies in `x`, for an index past the end."""
-    return x.at[index].get(mode="fill", fill_value=fill, **_of_indices())
+    return x.at[index].get(mode="fill", fill_value=fill, wrap_negative_indices=False)
 
 
 def put(x: jax.Array, index: jax.Array, rows: jax.Array) -> jax.Array:
     """Puts `rows` at `index` of `x`, each row once; those past the end are dropped."""
-    return x.at[index].set(rows.astype(x.dtype), mode="drop", unique_indices=True, **_of_indices())
-
-
-def _of_indices() -> dict[str, Any]:
-    """Tells that no index is negative, for CPUs: there a pass over the indices precedes each scatter else."""
-    return {"wrap_negative_indices": False} if adds_in_order() else {}
+    rows = rows.astype(x.dtype)
+    return x.at[index].set(rows, mode="drop", unique_indices=True, wrap_negative_indices=False)
 
 
 def own_rows(x: jax.Array, chunk: Chunk, fill: float = 0) -> jax.Array:
@@ -110,8 +100,8 @@ def own_rows(x: jax.Array, chunk: Chunk, fill: float = 0) -> jax.Array:
     masked before.
     """
     if chunk.exists is None:
-        return rows(x, chunk.node, fill)
-    own = x[: chunk.other.shape[1]] if chunk.node is None else rows(x, chunk.node, fill)
+        return _rows(x, chunk.node, chunk, fill)
+    own = x[: chunk.other.shape[1]] if chunk.node is None else _rows(x, chunk.node, chunk, fill)
     return jnp.where(jnp.expand_dims(chunk.exists, tuple(range(2, own.ndim + 1))), own[None], fill)
 
 
@@ -125,11 +115,6 @@ def sum_of_group(x: jax.Array, chunk: Chunk) -> jax.Array:
     return x if chunk.exists is None else x.sum(0)
 
 
-def adds_in_order() -> bool:
-    """Tells whether a scatter adds one row after the other: a CPU does; elsewhere rows come in any order."""
-    return targets.platform() == "cpu"
-
-
 def add(x: jax.Array, chunk: Chunk, rows: jax.Array) -> jax.Array:
     """Adds the `rows` `[R, ...]` of a chunk's groups to `x`, by node; those past the end are dropped.
 
@@ -138,20 +123,20 @@ def add(x: jax.Array, chunk: Chunk, rows: jax.Array) -> jax.Array:
     if chunk.node is None:
         more = ((0, x.shape[0] - rows.shape[0]), *((0, 0) for _ in x.shape[1:]))
         return x + jnp.pad(rows.astype(x.dtype), more)
-    return add_sorted(x, chunk.node, rows)
+    return add_sorted(x, chunk.node, rows, chunk.in_order)
 
 
-def add_in_turn(x: jax.Array, index: jax.Array, rows: jax.Array) -> jax.Array:
+def add_in_turn(x: jax.Array, index: jax.Array, rows: jax.Array, is_sorted: bool = False) -> jax.Array:
     """Adds `rows` to `x` at `index` where a scatter adds in order; those past the end are dropped."""
-    return x.at[index].add(rows.astype(x.dtype), mode="drop", **_of_indices())
+    at, rows = x.at[index], rows.astype(x.dtype)
+    return at.add(rows, mode="drop", indices_are_sorted=is_sorted, wrap_negative_indices=False)
 
 
-def add_sorted(x: jax.Array, index: jax.Array, rows: jax.Array) -> jax.Array:
+def add_sorted(x: jax.Array, index: jax.Array, rows: jax.Array, in_order: bool) -> jax.Array:
     """Adds `rows` to `x` at `index`, which does not decrease; those past the end are dropped."""
-    rows = rows.astype(x.dtype)
-    if adds_in_order():
-        return x.at[index].add(rows, mode="drop", indices_are_sorted=True, **_of_indices())
-    return add_in_fixed_order(x, index, rows)
+    if in_order:
+        return add_in_turn(x, index, rows, is_sorted=True)
+    return add_in_fixed_order(x, index, rows.astype(x.dtype))
 
 
 def add_in_fixed_order(x: jax.Array, node: jax.Array, rows: jax.Array) -> jax.Array:
@@ -201,7 +186,8 @@ def _tails_of_blocks(rows: jax.Array, node: jax.Array) -> tuple[jax.Array, jax.A
 def highest(x: jax.Array, chunk: Chunk, rows: jax.Array) -> jax.Array:
     """Takes the higher of `x`, by node, and the `rows` of a chunk's groups."""
     if chunk.node is not None:
-        return x.at[chunk.node].max(rows, mode="drop", indices_are_sorted=True, **_of_indices())
+        at = x.at[chunk.node]
+        return at.max(rows, mode="drop", indices_are_sorted=True, wrap_negative_indices=False)
     more = ((0, x.shape[0] - rows.shape[0]), *((0, 0) for _ in x.shape[1:]))
     return jnp.maximum(x, jnp.pad(rows, more, constant_values=-jnp.inf))
 
@@ -233,17 +219,18 @@ def room_for_runs(x: jax.Array, graph: Any) -> jax.Array:
 
 def to_runs(graph: Any, chunk: Chunk) -> Chunk:
     """Puts the run of each group in place of its `node`, in a chunk of all groups by destination."""
-    return chunk if graph.run_owners is None else chunk._replace(node=in_runs(graph)[0].node)
+    return chunk if graph.run_owners is None else replace(chunk, node=in_runs(graph)[0].node)
 
 
 def to_nodes(graph: Any, chunk: Chunk) -> Chunk:
     """Puts the nodes of its groups in place of the runs, in a chunk of `in_runs`."""
-    return chunk if graph.run_owners is None else chunk._replace(node=rows(graph.run_owners, chunk.node))
+    owners = graph.run_owners
+    return chunk if owners is None else replace(chunk, node=_rows(owners, chunk.node, chunk))
 
 
-def add_runs(x: jax.Array, graph: Any, sums: jax.Array) -> jax.Array:
+def add_runs(x: jax.Array, graph: Any, sums: jax.Array, in_order: bool) -> jax.Array:
     """Adds the sums of the runs to `x`, by destination."""
-    return sums if graph.run_owners is None else add_sorted(x, graph.run_owners, sums)
+    return sums if graph.run_owners is None else add_sorted(x, graph.run_owners, sums, in_order)
 
 
 def by_number(
@@ -270,21 +257,21 @@ def by_number(
     return find
 
 
-def one_chunk(groups: Sequence[Any], capacity: int) -> Chunk:
+def one_chunk(groups: Sequence[Any], capacity: int, in_order: bool) -> Chunk:
     """Makes one chunk of all `Groups` of a graph, or of some rows of them; it has that capacity."""
     node, other, number = groups
     if other.shape[1] == 1:
-        return Chunk(node, other[:, 0], number[:, 0], None)
+        return Chunk(node, other[:, 0], number[:, 0], None, in_order)
     number = number.T
-    return Chunk(node, other.T, number, number < capacity)
+    return Chunk(node, other.T, number, number < capacity, in_order)
 
 
-def parts(groups: Groups, capacity: int) -> list[Chunk]:
+def parts(groups: Groups, capacity: int, in_order: bool) -> list[Chunk]:
     """Returns all groups in chunks, which a pass without a loop takes one after the other."""
     if not isinstance(groups, FirstGroupPerNode):
-        return [one_chunk(groups, capacity)]
+        return [one_chunk(groups, capacity, in_order)]
     n = groups.other.shape[0] - groups.node.shape[0]
-    cut = lambda node, rows: one_chunk((node, groups.other[rows], groups.number[rows]), capacity)
+    cut = lambda node, rows: one_chunk((node, groups.other[rows], groups.number[rows]), capacity, in_order)
     lead, others = cut(None, slice(0, n)), cut(groups.node, slice(n, None))
     return [lead, others] if groups.node.shape[0] else [lead]
 
@@ -292,7 +279,8 @@ def parts(groups: Groups, capacity: int) -> list[Chunk]:
 def each(function: Callable[[Chunk], jax.Array], groups: Groups, capacity: int, grid: Grid) -> jax.Array:
     """Calls `function(chunk)` in a loop: `[(W,) R, ...]`, of all groups; `scan` explains the arguments."""
     axis = int(groups.other.shape[1] > 1)  # of the groups
-    found = lax.map(lambda xs: function(one_chunk(xs, capacity)), in_chunks(tuple(groups), grid, _NONE))
+    of_chunk = lambda xs: function(one_chunk(xs, capacity, grid.in_order))
+    found = lax.map(of_chunk, in_chunks(tuple(groups), grid, _NONE))
     found = join(jnp.moveaxis(found, 0, axis), axis)
     return found[(slice(None),) * axis + (slice(groups.node.shape[0]),)]
 
@@ -322,7 +310,7 @@ def scan(
 
     # without a loop
     if grid.count == 1:
-        for chunk, *own in zip(parts(groups, capacity), *by_edge, strict=True):
+        for chunk, *own in zip(parts(groups, capacity, grid.in_order), *by_edge, strict=True):
             carry = fold(carry, share(chunk, *own), chunk)
         return carry
 
@@ -332,7 +320,7 @@ def scan(
 
     def step(carry, xs):
         own, rest = xs
-        chunk = one_chunk(own, capacity)
+        chunk = one_chunk(own, capacity, grid.in_order)
         return fold(carry, share(chunk, *(jnp.moveaxis(x, 0, axis) for x in rest)), chunk), None
 
     cut = in_chunks([jnp.moveaxis(x, axis, 0) for (x,) in by_edge], grid, 0)
@@ -341,26 +329,10 @@ def scan(
 
 def in_chunks(tree: Any, grid: Grid, none: Any) -> Any:
     """Cuts each array of `tree`, `[total, ...]`, into `[count, size, ...]`, `none` in the padding."""
-    count, size = grid
+    count, size, _ = grid
 
     def cut(x):
         pad = ((0, count * size - x.shape[0]), *((0, 0) for _ in x.shape[1:]))
         return jnp.pad(x, pad, constant_values=none).reshape(count, size, *x.shape[1:])
 
     return jax.tree.map(cut, tree)
-
-
-def whole_elements() -> int:
-    """Returns the elements of all edges' rows that a pass reads without a loop.
-
-    On a CPU a step then needs some 16 MiB: glibc's malloc maps a buffer above 32 MiB anew in each call, whose
-    first touch of every page takes longer than the step. On a GPU nothing of that size is written but by
-    derivatives of derivatives: each such array then has at most 4 GiB in float32. `Loops.of` and sums of
-    edges (`reductions.py`) allow more.
-    """
-    return {"cpu": 1 << 20, "gpu": 1 << 30}.get(targets.platform(), 1 << 21)
-
-
-def chunk_elements() -> int:
-    """Returns the elements of the largest array of a chunk: what a CPU's cache holds, or occupies a chip."""
-    return {"cpu": 1 << 18, "gpu": 1 << 27}.get(targets.platform(), 1 << 21)

@@ -53,9 +53,8 @@ from jax_attn_bwd._core.sharding import (
 )
 from jax_attn_bwd._core.split import Pieces
 from jax_attn_bwd.ops.graph.groups import RUN, Groups
-from jax_attn_bwd.ops.graph.loops import Grid, adds_in_order, has_edges, in_chunks
+from jax_attn_bwd.ops.graph.loops import Grid, has_edges, in_chunks
 from jax_attn_bwd.ops.graph.spec import Operands
-from jax_attn_bwd.ops.graph.structure import BipartiteCSC
 
 
 def laid_like_nodes(x: jax.Array, operands: Operands, axes: tuple[int | None, ...]) -> jax.Array:
@@ -84,7 +83,7 @@ def pieces_of_edges(operands: Operands) -> Pieces | None:
     return None
 
 
-def groups_of_piece(graph: BipartiteCSC, groups: Groups, pieces: Pieces) -> Groups:
+def groups_of_piece(graph: Any, groups: Groups, pieces: Pieces) -> Groups:
     """Returns the shapes of the `groups` that a piece has; a run of edges that is summed apart is not cut."""
     size = ceil_div(groups.node.shape[0], pieces.count)
     size = size if graph.run_owners is None else ceil_div(size, RUN) * RUN
@@ -122,12 +121,7 @@ def _whole_rows(x: jax.Array, others: Any) -> jax.Array:
 
 
 def over_pieces(
-    pieces: Pieces,
-    graph: BipartiteCSC,
-    side: str,
-    function: Callable[[BipartiteCSC, Any], Any],
-    shared: Any,
-    places: Any,
+    pieces: Pieces, graph: Any, side: str, function: Callable[[Any, Any], Any], shared: Any, places: Any
 ) -> Any:
     """Returns the results of `function(graph, shared)` over all pieces, graphs of a part of the edges.
 
@@ -193,7 +187,7 @@ def over_pieces(
     return split.in_places(summed, places, run(*distinct.values()))
 
 
-def sources_with_edges(graph: BipartiteCSC, src: jax.Array) -> jax.Array:
+def sources_with_edges(graph: Any, src: jax.Array) -> jax.Array:
     """Tells which sources have an edge, bool `[num_src]`, sharded like the rows of `src`."""
     pieces = (
         split.pieces_for_rows(src, 0, 1) if explicit_spec(src)[0] is not None and has_edges(graph) else None
@@ -208,13 +202,13 @@ def sources_with_edges(graph: BipartiteCSC, src: jax.Array) -> jax.Array:
     return over_pieces(pieces, graph, "by_source", marks, (), split.place(src, None)) > 0
 
 
-def _with_edges(graph: BipartiteCSC) -> jax.Array:
+def _with_edges(graph: Any) -> jax.Array:
     """Returns the nodes of the groups by source; past the end those of groups without an edge."""
     node, _, number = graph.by_source
     return jnp.where(number[:, 0] < graph.capacity, node, graph.num_src)
 
 
-def _part(graph: BipartiteCSC, side: str, pieces: Pieces, index: jax.Array) -> Groups:
+def _part(graph: Any, side: str, pieces: Pieces, index: jax.Array) -> Groups:
     """Takes the groups of piece `index`; behind the last, no edge: one past the ends of node and other."""
     ends = (graph.num_dst, graph.num_src) if side == "by_destination" else (graph.num_src, graph.num_dst)
 
@@ -246,27 +240,27 @@ def gathered_operands(operands: Operands) -> Operands:
     return others._replace(attention_weights=a, dropout_mask=mask)
 
 
-def run_on_every_device(function: Callable[..., jax.Array], *operands: Any) -> jax.Array:
-    """Calls `function(graph, array, ...)`; on an Auto mesh every device gets all edges."""
+def run_on_every_device(function: Callable[..., jax.Array], plan: Any, *operands: Any) -> jax.Array:
+    """Calls `function(plan, graph, array, ...)`; on an Auto mesh every device gets all edges."""
     spread = auto_devices(operands[1]) > 1
-    return _on_every_device(function, *operands) if spread else function(*operands)
+    return _on_every_device(function, plan, *operands) if spread else function(plan, *operands)
 
 
-@partial(jax.jit, static_argnums=0)
-def _on_every_device(function, *operands):
-    return all_gathered(function(*all_gathered(operands)))
+@partial(jax.jit, static_argnums=(0, 1))
+def _on_every_device(function, plan, *operands):
+    return all_gathered(function(plan, *all_gathered(operands)))
 
 
 def pieces_like_nodes(operands: Operands, devices: int) -> Pieces | None:
     """Returns as many pieces of edges, side by side, as devices of an Auto mesh can share the nodes.
 
-    None where these are one device, or where a batch or sums in a fixed order forbid it.
+    None where these are one device, or where a batch forbids it.
     """
     count = max(math.gcd(n, devices) for n in (operands.graph.num_dst, operands.graph.num_src))
-    return Pieces(count) if count > 1 and not operands.batch_axes and adds_in_order() else None
+    return Pieces(count) if count > 1 and not operands.batch_axes else None
 
 
-def edges_sharded_like_nodes(operands: Operands, pieces: Pieces) -> BipartiteCSC:
+def edges_sharded_like_nodes(operands: Operands, pieces: Pieces) -> Any:
     """Returns the graph with its groups in pieces that are tied to the nodes."""
     # a row of the nodes for each piece
     graph, nodes, count = operands.graph, (operands.dst, operands.src), pieces.count
@@ -274,7 +268,7 @@ def edges_sharded_like_nodes(operands: Operands, pieces: Pieces) -> BipartiteCSC
 
     def tied(groups, node, other):
         # [V, ...] -> [count, V / count, ...], no edge in the padding
-        grid = Grid(count, groups_of_piece(graph, groups, pieces).node.shape[0])
+        grid = Grid(count, groups_of_piece(graph, groups, pieces).node.shape[0], in_order=True)
         ends = (node, other, graph.capacity)
         found = (_tied(in_chunks(x, grid, none), rows) for x, none in zip(groups, ends, strict=True))
         return Groups(*(x.reshape(-1, *x.shape[2:]) for x in found))

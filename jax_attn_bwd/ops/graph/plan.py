@@ -1,24 +1,147 @@
 """Decides about a call before anything is computed: once, in the public function.
 
-Forward and backward take the same `Plan`, and derive nothing that stands in it.
+Forward and backward take the same `Plan`, and derive nothing that stands in it. `EdgePlan` is that of the
+operators over edges; `grouping` decides for a graph that is built.
 """
 
+import math
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jax_attn_bwd._core import targets
+from jax_attn_bwd._core import fusion, targets
+from jax_attn_bwd._core.choices import Rule, Way
+from jax_attn_bwd._core.numerics import accumulator_dtype, ceil_div
 from jax_attn_bwd._core.sharding import auto_devices, explicit_spec
 from jax_attn_bwd._core.split import Pieces
-from jax_attn_bwd.ops.graph import kinds, loops, placement
-from jax_attn_bwd.ops.graph.groups import first_group_per_node
+from jax_attn_bwd.ops.graph import kinds, placement
+from jax_attn_bwd.ops.graph.groups import Grouping, Groups, Side, first_group_per_node
 from jax_attn_bwd.ops.graph.kinds import Kind
 from jax_attn_bwd.ops.graph.kinds.kind import Tables
-from jax_attn_bwd.ops.graph.loops import Grid, adds_in_order
+from jax_attn_bwd.ops.graph.loops import Grid
 from jax_attn_bwd.ops.graph.spec import Operands, Options
-from jax_attn_bwd.ops.graph.structure import BipartiteCSC
+
+_TRACED = "c5259a5: compiled for an H200, run on none"
+AT_ONCE = Way("all at once", "forward.py, backward.py", "few elements of edges and features")
+CHUNKS = Way("chunks", "loops.py", "more: a loop", "no array of all edges and features", "4b18114")
+GROUPS = Way("groups", "loops.py", "off CPUs: dense sums, then blocks in a fixed order", "", _TRACED)
+FIRST_APART = Way("first groups apart", "loops.py", "groups, all at once", "a third of the bytes", _TRACED)
+PIECES = Way("pieces", "placement.py", "nodes on several devices, which share the edges")
+AS_FORWARD = Way("back as forward", "backward.py", "single edges at once", "0.4 to 0.9 of it", "849fb96")
+BACK_ONCE = Way("back in one pass", "backward.py", "single edges in chunks, no hub in runs")
+BACK_TWICE = Way("back in two passes", "backward.py", "groups, and hubs in chunks")
+ONE_SCATTER = Way("one scatter", "reductions.py", "edge_sum, edge_mean, edge_max on a CPU")
+WAYS = (AT_ONCE, CHUNKS, GROUPS, FIRST_APART, PIECES, AS_FORWARD, BACK_ONCE, BACK_TWICE, ONE_SCATTER)
+
+IN_ORDER = Rule(
+    "graph_in_order",
+    "a CPU",
+    "A scatter adds one row after the other, and takes less time than a group's empty places: edges are "
+    "single. Elsewhere rows come in any order, and groups of up to 16 edges are summed in a fixed one.",
+)
+LOOPS = Rule(
+    "graph_loops",
+    "more elements of edges and features than 2^20 on a CPU, 2^30 on a GPU, 2^21 elsewhere",
+    "No array of all edges and features. On a CPU buffers above 32 MiB are mapped anew in each call (glibc's "
+    "malloc), and the first touch of every page takes longer than the step.",
+    "memory",
+)
+RUNS = Rule(
+    "graph_runs",
+    "single edges, more than 256 into one node",
+    "A hub's edges are summed in runs of 256, then the runs: the error of a sum grows with its terms.",
+    "accuracy",
+)
+ONE_PASS = Rule(
+    "graph_one_pass",
+    "a CPU; no loop over single edges, or no hub in runs",
+    "One pass gives the gradients of sources and destinations. Without a loop it has the forward's order, so "
+    "that rows are read and scores computed once: 10,000 to 124,000 edges take 0.4 to 0.9 of the time.",
+)
+FIRST_GROUPS = Rule(
+    "graph_first_groups",
+    "off CPUs, groups of several edges, all at once",
+    "The first group of each node is summed where it is read, so that most nodes have no row of groups: "
+    "100,000 nodes and 2.5 million edges move 3.2 GB in place of 9.2, as compiled for an H200.",
+)
+READS_TWICE = Rule(
+    "graph_reads_twice",
+    "off CPUs, GATv2",
+    "The backward reads rows again behind its scores: XLA:GPU would keep slopes by edge and feature.",
+    "memory",
+)
+SHARES_KEPT = Rule(
+    "graph_shares_kept",
+    "a CPU, GAT, eight edges for each node or more",
+    "A node's share of the scores is computed once; XLA:CPU would sum its products for each edge that reads "
+    "it: 13 nodes of degree 68 take 0.5 to 0.7 of the time.",
+)
+IN_TURN = Rule(
+    "graph_in_turn",
+    "one CPU, batch axes",
+    "Entries of a batch are computed one after the other, in half the time.",
+)
+RULES = (IN_ORDER, LOOPS, RUNS, ONE_PASS, FIRST_GROUPS, READS_TWICE, SHARES_KEPT, IN_TURN)
+
+_SYMBOLIC_ELEMENTS = 64  # assumed of an edge where the size is symbolic
+_EDGES_PER_NODE = 8  # from here on to sum a node's products again costs more than one more pass
+
+
+def adds_in_order() -> bool:
+    """Tells whether a scatter adds one row after the other: a CPU does; elsewhere rows come in any order."""
+    return IN_ORDER.holds(targets.platform() == "cpu")
+
+
+def whole_elements() -> int:
+    """Returns the elements of all edges' rows that a pass reads without a loop.
+
+    On a CPU a step then needs some 16 MiB. On a GPU nothing of that size is written but by derivatives of
+    derivatives: each such array then has at most 4 GiB in float32.
+    """
+    return {"cpu": 1 << 20, "gpu": 1 << 30}.get(targets.platform(), 1 << 21)
+
+
+def chunk_elements() -> int:
+    """Returns the elements of the largest array of a chunk: what a CPU's cache holds, or occupies a chip."""
+    return {"cpu": 1 << 18, "gpu": 1 << 27}.get(targets.platform(), 1 << 21)
+
+
+def grid(groups: Groups, elements: Any, whole: int, in_order: bool) -> Grid:
+    """Cuts `groups` into chunks for a pass; sizes may be symbolic.
+
+    Args:
+      groups: of the graph.
+      elements: how many a pass makes of an edge.
+      whole: how many of all edges need no loop.
+      in_order: whether a scatter adds in order.
+    """
+    total, width = groups.other.shape
+    of_group = width * (elements if isinstance(elements, int) else _SYMBOLIC_ELEMENTS)
+    if not LOOPS.holds(not total * of_group <= whole):
+        return Grid(1, total, in_order)
+    size = max(8, chunk_elements() // max(of_group, 1))
+    count = ceil_div(total, size)
+    return Grid(count, ceil_div(total, count), in_order)
+
+
+def group_width(edges: int, nodes: int) -> int:
+    """Chooses the edges of a group by the mean degree: wide groups are faster, but emptier where it is low.
+
+    At most 16: a longer axis XLA:GPU sums in another way, for which it writes what is summed.
+    """
+    if adds_in_order():
+        return 1
+    mean = edges / max(nodes, 1)
+    return next((width for width, least in ((16, 10), (8, 6), (4, 2)) if mean >= least), 2)
+
+
+def grouping(operator: str, num_src: int, num_dst: int, room: int, exact: bool) -> Grouping:
+    """Decides how a graph that is built groups its edges."""
+    src, dst = (Side(nodes, group_width(room, nodes)) for nodes in (num_src, num_dst))
+    return Grouping(operator, src, dst, room, exact, in_runs=RUNS.holds(dst.width == 1))
 
 
 @dataclass(frozen=True)
@@ -31,7 +154,8 @@ class Loops:
       sources: chunks of groups by source, where it reads all features.
       end_row: whether the tables of nodes get one more row, which an index past the end finds. It counts in
         groups of several edges, which are summed, and where a gradient sums over all that a chunk holds.
-        What belongs to a single edge is dropped where it would be added. Off CPUs no table needs it.
+        What belongs to a single edge is dropped where it would be added. Where a scatter adds in no order, no
+        table needs it.
       first_groups: whether the passes, all without a loop, take one group of each node first. Their sums are
         rows of the nodes as they are, without a scatter, whose adding has no order off CPUs.
     """
@@ -47,37 +171,38 @@ class Loops:
         cls, options: Options, operands: Operands, pieces: Pieces | None = None, tied: bool = False
     ) -> "Loops":
         """Decides from the shapes and the platform; groups that are cut, or tied, have a padding."""
-        kind, graph = kinds.of(options), operands.graph
+        kind, graph, in_order = kinds.of(options), operands.graph, adds_in_order()
         elements, groups = kind.row_elements(operands), [graph.by_destination, graph.by_source]
         if pieces is not None:
             groups = [placement.groups_of_piece(graph, one, pieces) for one in groups]
 
-        # On a CPU up to twice as many elements take no loop in two cases: where messages alone have them, at
-        # least four for each score, and with JAX 0.10 where rows are narrow: there a loop takes up to twice
-        # the time.
+        # twice as many where messages alone have them, at least four for each score
         known = isinstance(elements, int)
         alone = kind.scores_of_numbers and not (known and elements < 4 * options.num_heads)
-        is_slow = jax.__version_info__ < (0, 11) and known and elements <= 16
-        whole = loops.whole_elements()
-        if adds_in_order() and (alone or is_slow):
-            whole *= 2
-        messages, sources = (loops.grid(one, elements, whole) for one in groups)
-        scores = loops.grid(groups[0], kind.score_elements(operands), whole)
+        whole = whole_elements() * (2 if in_order and alone else 1)
+        messages, sources = (grid(one, elements, whole, in_order) for one in groups)
+        scores = grid(groups[0], kind.score_elements(operands), whole, in_order)
 
         # a row at the end is needed where an index may be past it, and what it finds is summed
         single = all(one.other.shape[1] == 1 for one in groups)
         filled = graph.exact and pieces is None and not tied and messages.count == sources.count == 1
-        end_row = adds_in_order() and not (filled or (single and not kind.sums_whole_chunks))
+        end_row = in_order and not (filled or (single and not kind.sums_whole_chunks))
 
         found = cls(scores, messages, sources, end_row, first_groups=False)
         wide = all(one.other.shape[1] > 1 for one in groups)
-        first_groups = found.all_at_once and wide and pieces is None and not adds_in_order()
-        return replace(found, first_groups=first_groups)
+        at_once = found.all_at_once and pieces is None
+        return replace(found, first_groups=FIRST_GROUPS.holds(at_once and wide and not in_order))
+
+    @property
+    def in_order(self) -> bool:
+        """Whether a scatter adds one row after the other."""
+        return self.messages.in_order
 
     @property
     def all_at_once(self) -> bool:
         """Tells whether every pass takes all groups at once."""
-        return all(isinstance(n, int) and n == 1 for n, _ in (self.scores, self.messages, self.sources))
+        counts = (grid.count for grid in (self.scores, self.messages, self.sources))
+        return all(isinstance(n, int) and n == 1 for n in counts)
 
     def with_end_row(self, x: jax.Array, fill: float = 0) -> jax.Array:
         """Adds to `x`, by node, a row of `fill` at its end, if `loops.rows` is to find one there."""
@@ -115,6 +240,8 @@ class Plan:
         in one that computes the forward anew (`jax.checkpoint`) it leaves out the messages.
       one_pass: whether the backward sums for sources and destinations in one pass: in that order, or where
         a scatter adds in order, and no destination has so many edges that their sum is taken in runs.
+      reads_twice: whether the backward reads rows once more behind the gradients of the scores.
+      shares_kept: whether what a node gives to the scores is computed once, for all edges that read it.
     """
 
     options: Options
@@ -128,11 +255,16 @@ class Plan:
     loops: Loops
     like_forward: bool
     one_pass: bool
+    reads_twice: bool
+    shares_kept: bool
 
     @classmethod
-    def of(cls, options: Options, operands: Operands, implementation: str, return_residual: bool) -> "Plan":
+    def of(
+        cls, implementation: str, options: Options, operands: Operands, return_residual: bool = False
+    ) -> "Plan":
         """Decides from the shapes, the mesh and the platform."""
         # where nodes and edges lie
+        kind, graph, batch_rank = kinds.of(options), operands.graph, len(operands.batch_axes)
         spread = (operands.src, operands.dst, operands.value, operands.edge)
         is_named = any(any(explicit_spec(x)[:-2]) for x in spread if x is not None)
         pieces = placement.pieces_of_edges(operands)
@@ -141,26 +273,48 @@ class Plan:
         # edges are tied to the nodes; in a loop each device then adds to sums of its own
         tied = placement.pieces_like_nodes(operands, devices)
         chunks = Loops.of(options, operands, pieces, tied is not None)
+        in_order = chunks.in_order
+        tied = tied if in_order else None
         if tied and not chunks.all_at_once:
             pieces, chunks = tied, Loops.of(options, operands, tied)
 
         # the order of the edges in the backward
-        graph = operands.graph
         single = graph.by_destination.other.shape[1] == graph.by_source.other.shape[1] == 1
-        like_forward = adds_in_order() and single and chunks.all_at_once and pieces is None
+        at_once = single and chunks.all_at_once and pieces is None
+        one_pass = ONE_PASS.holds(in_order and (at_once or graph.run_owners is None))
+
+        # how many edges read a node
+        edges, nodes = graph.capacity, graph.num_src + graph.num_dst
+        dense = kind.scores_of_numbers and isinstance(edges, int) and edges >= _EDGES_PER_NODE * nodes
         return cls(
             options=options,
             implementation=implementation,
             return_residual=return_residual,
-            batch_rank=len(operands.batch_axes),
-            in_turn=one_after_another() and not is_named,
+            batch_rank=batch_rank,
+            in_turn=IN_TURN.holds(batch_rank and targets.is_one_cpu() and not is_named),
             on_every_device=devices > 1 and pieces is None,
             tied=tied,
             pieces=pieces,
             loops=chunks,
-            like_forward=like_forward,
-            one_pass=like_forward or (adds_in_order() and graph.run_owners is None),
+            like_forward=one_pass and at_once,
+            one_pass=one_pass,
+            reads_twice=READS_TWICE.holds(kind.reads_twice and not in_order),
+            shares_kept=SHARES_KEPT.holds(in_order and dense),
         )
+
+    @property
+    def way(self) -> str:
+        """How a call is computed, for `explain`."""
+        cut = self.loops
+        back = AS_FORWARD if self.like_forward else BACK_ONCE if self.one_pass else BACK_TWICE
+        named = (
+            AT_ONCE.name if cut.all_at_once else f"{cut.messages.count} {CHUNKS.name}",
+            "" if cut.in_order else GROUPS.name,
+            FIRST_APART.name if cut.first_groups else "",
+            f"{self.pieces.count} {PIECES.name}" if self.pieces else "",
+            back.name,
+        )
+        return ", ".join(filter(None, named))
 
     @property
     def kind(self) -> Kind:
@@ -175,7 +329,15 @@ class Plan:
         """
         return self.like_forward and not self.tied
 
-    def edges_of(self, operands: Operands) -> BipartiteCSC:
+    def tables(self, operands: Operands) -> Tables:
+        """Returns the tables of a call."""
+        t = self.kind.tables(operands)
+        if not self.shares_kept:
+            return t
+        kept = partial(fusion.kept_whole, may_be_gathered=True)
+        return t._replace(src=kept(t.src), dst=kept(t.dst))
+
+    def edges_of(self, operands: Operands) -> Any:
         """Returns the graph as the passes walk over it."""
         graph = operands.graph
         if self.tied:
@@ -187,6 +349,43 @@ class Plan:
         return replace(graph, by_destination=by_destination, by_source=by_source)
 
 
-def one_after_another() -> bool:
-    """Tells whether entries are computed in turn: a lone CPU takes half the time for it."""
-    return targets.is_one_cpu()
+@dataclass(frozen=True)
+class EdgePlan:
+    """What is static of a sum, mean, maximum or softmax over edges.
+
+    Attributes:
+      name: of the operator.
+      implementation: the name of the one that runs.
+      sums: chunks of groups by destination.
+      one_scatter: whether one scatter, in the caller's order, takes the place of groups.
+    """
+
+    name: str
+    implementation: str
+    sums: Grid
+    one_scatter: bool
+
+    @classmethod
+    def of(cls, implementation: str, name: str, operands: tuple[Any, jax.Array]) -> "EdgePlan":
+        """Decides from the shapes of a graph and of what is by edge or, in a backward, by destination."""
+        graph, x = operands
+        in_order, dtype = adds_in_order(), accumulator_dtype(x.dtype)
+        if name == "edge_softmax":  # numbers by edge and head are formed whole
+            return cls(name, implementation, Grid(1, graph.by_destination.other.shape[0], in_order), False)
+        # up to 32 MiB where it is cheap to sum many
+        whole = whole_elements() * (32 // dtype.itemsize if in_order else 1)
+        sums = grid(graph.by_destination, math.prod(x.shape[1:]), whole, in_order)
+        return cls(name, implementation, sums, in_order and (name == "edge_max" or x.dtype == dtype))
+
+    @property
+    def in_order(self) -> bool:
+        """Whether a scatter adds one row after the other."""
+        return self.sums.in_order
+
+    @property
+    def way(self) -> str:
+        """How a call is computed, for `explain`."""
+        if self.one_scatter:
+            return ONE_SCATTER.name
+        cut = AT_ONCE.name if self.sums.count == 1 else f"{self.sums.count} {CHUNKS.name}"
+        return cut if self.in_order else f"{cut}, {GROUPS.name}"

@@ -13,7 +13,6 @@ edges that hold it, in equal parts:
     max    dout_i = sum_e dx_e / t_i   over e with x_e = out_i                            (4)
 """
 
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -26,9 +25,10 @@ from jax_attn_bwd._core.sharding import full_like_operands, tie
 from jax_attn_bwd.ops.graph import loops
 from jax_attn_bwd.ops.graph.groups import Groups
 from jax_attn_bwd.ops.graph.loops import Chunk, by_edge, has_edges, sum_of_group, take
+from jax_attn_bwd.ops.graph.plan import EdgePlan
 
 
-def _sums(graph: Any, x: jax.Array, terms: Callable[[Chunk], jax.Array]) -> jax.Array:
+def _sums(plan: EdgePlan, graph: Any, x: jax.Array, terms: Callable[[Chunk], jax.Array]) -> jax.Array:
     """Sums `terms(chunk)`, `[(W,) R, ...]`, over the edges into each destination, `[num_dst, ...]`."""
     dtype, rest = accumulator_dtype(x.dtype), x.shape[1:]
     out = full_like_operands(x, (graph.num_dst, *rest), 0, dtype, (graph, x))
@@ -40,53 +40,46 @@ def _sums(graph: Any, x: jax.Array, terms: Callable[[Chunk], jax.Array]) -> jax.
     of_runs = full_like_operands(x, (count, *rest), 0, dtype, (graph, x))
     share = lambda chunk: sum_of_group(terms(chunk).astype(dtype), chunk)
     add = lambda sums, new, chunk: loops.add(sums, chunk, new)
-    # up to 32 MiB, above which malloc maps memory anew
-    whole = loops.whole_elements() * (32 // dtype.itemsize if loops.adds_in_order() else 1)
-    grid = loops.grid(runs, math.prod(rest), whole)
-    of_runs = loops.scan(share, add, of_runs, runs, graph.capacity, grid)
-    return loops.add_runs(out, graph, of_runs)
+    of_runs = loops.scan(share, add, of_runs, runs, graph.capacity, plan.sums)
+    return loops.add_runs(out, graph, of_runs, plan.in_order)
 
 
-def _total(graph: Any, x: jax.Array) -> jax.Array:
-    """Sums `x` over the edges into each destination; one scatter does it where it adds in order."""
-    dtype = accumulator_dtype(x.dtype)
-    if not loops.adds_in_order() or x.dtype != dtype or not has_edges(graph):
-        return _sums(graph, x, lambda chunk: take(x, chunk.number))
+def _total(plan: EdgePlan, graph: Any, x: jax.Array) -> jax.Array:
+    """Sums `x` over the edges into each destination."""
+    if not plan.one_scatter or not has_edges(graph):
+        return _sums(plan, graph, x, lambda chunk: take(x, chunk.number))
     runs, count = loops.in_runs(graph)
     shapes = ((n, *x.shape[1:]) for n in (graph.num_dst, count))
-    out, of_runs = (full_like_operands(x, shape, 0, dtype, (graph, x)) for shape in shapes)
+    out, of_runs = (full_like_operands(x, shape, 0, x.dtype, (graph, x)) for shape in shapes)
     of_runs = of_runs.at[_node_by_number(graph, runs, count)].add(x, mode="drop")
-    return loops.add_runs(out, graph, of_runs)
+    return loops.add_runs(out, graph, of_runs, plan.in_order)
 
 
-@jax.custom_jvp
-def _maximum(graph: Any, x: jax.Array) -> jax.Array:
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _maximum(plan: EdgePlan, graph: Any, x: jax.Array) -> jax.Array:
     """Takes the maximum of `x` over the edges into each destination; 0 without edges."""
-    # one scatter where it adds in order, else a chunk of groups at a time
-    rest = x.shape[1:]
-    out = full_like_operands(x, (graph.num_dst, *rest), -jnp.inf, x.dtype, (graph, x))
-    if has_edges(graph) and loops.adds_in_order():
+    out = full_like_operands(x, (graph.num_dst, *x.shape[1:]), -jnp.inf, x.dtype, (graph, x))
+    if has_edges(graph) and plan.one_scatter:
         out = out.at[_node_by_number(graph, graph.by_destination, graph.num_dst)].max(x, mode="drop")
     elif has_edges(graph):
         of_edges = lambda chunk: take(x, chunk.number, -jnp.inf)
         share = lambda chunk: of_edges(chunk) if chunk.exists is None else of_edges(chunk).max(0)
         fold = lambda top, new, chunk: loops.highest(top, chunk, new)
-        grid = loops.grid(graph.by_destination, math.prod(rest))
-        out = loops.scan(share, fold, out, graph.by_destination, graph.capacity, grid)
+        out = loops.scan(share, fold, out, graph.by_destination, graph.capacity, plan.sums)
     return jnp.where(_spread(graph.offsets[1:] > graph.offsets[:-1], out), out, 0)
 
 
 @_maximum.defjvp
-def _maximum_jvp(primals, tangents):
+def _maximum_jvp(plan, primals, tangents):
     (graph, x), (_, dx) = primals, tangents
-    out = _maximum(graph, x)
-    return out, _maximum_tangent(graph, x, out, dx)
+    out = _maximum(plan, graph, x)
+    return out, _maximum_tangent(plan, graph, x, out, dx)
 
 
-def _maximum_tangent(graph: Any, x: jax.Array, out: jax.Array, dx: jax.Array) -> jax.Array:
+def _maximum_tangent(plan: EdgePlan, graph: Any, x: jax.Array, out: jax.Array, dx: jax.Array) -> jax.Array:
     """Computes the tangent of the maximum (4)."""
     share = lambda chunk: jnp.where(_is_top(graph, x, out, chunk), take(dx, chunk.number), 0)
-    return (_sums(graph, x, share) / _count_of_top(graph, x, out)).astype(x.dtype)
+    return (_sums(plan, graph, x, share) / _count_of_top(plan, graph, x, out)).astype(x.dtype)
 
 
 def _is_top(graph: Any, x: jax.Array, out: jax.Array, chunk: Chunk) -> jax.Array:
@@ -97,15 +90,15 @@ def _is_top(graph: Any, x: jax.Array, out: jax.Array, chunk: Chunk) -> jax.Array
 
 def _node_by_number(graph: Any, found: Groups, none: int) -> jax.Array:
     """Returns the `node` of each edge in the caller's order, `[E]`; `none`, past the end, in the padding."""
-    chunk = loops.one_chunk(found, graph.capacity)
+    chunk = loops.one_chunk(found, graph.capacity, in_order=False)  # reads no rows
     node = jnp.broadcast_to(by_edge(chunk.node, chunk), chunk.number.shape)
     all_none = full_like_operands(graph.map_csc_to_coo, (graph.capacity,), none, node.dtype, graph)
     return loops.put(all_none, chunk.number, node)
 
 
-def _count_of_top(graph: Any, x: jax.Array, out: jax.Array) -> jax.Array:
+def _count_of_top(plan: EdgePlan, graph: Any, x: jax.Array, out: jax.Array) -> jax.Array:
     """Counts the edges that hold the maximum, `[num_dst, ...]`; 1 where there is none."""
-    return jnp.maximum(_sums(graph, x, partial(_is_top, graph, x, out)), 1)
+    return jnp.maximum(_sums(plan, graph, x, partial(_is_top, graph, x, out)), 1)
 
 
 def _degree(graph: Any, like: jax.Array) -> jax.Array:
@@ -118,33 +111,38 @@ def _spread(x: jax.Array, like: jax.Array) -> jax.Array:
     return jnp.expand_dims(x, tuple(range(1, like.ndim)))
 
 
-def forward(name: str, graph: Any, edge: jax.Array) -> jax.Array:
+@partial(jax.jit, static_argnums=0)
+def forward(plan: EdgePlan, graph: Any, edge: jax.Array) -> jax.Array:
     """Computes the sum (1), mean (2) or maximum (3)."""
-    if name == "edge_max":
-        return tie(_maximum(graph, edge), (graph, edge))
-    out = _total(graph, edge)
-    out = out / _degree(graph, out) if name == "edge_mean" else out
+    if plan.name == "edge_max":
+        return tie(_maximum(plan, graph, edge), (graph, edge))
+    out = _total(plan, graph, edge)
+    out = out / _degree(graph, out) if plan.name == "edge_mean" else out
     return tie(out.astype(edge.dtype), (graph, edge))
 
 
-def tangent(name: str, graph: Any, dedge: jax.Array, *saved: jax.Array) -> jax.Array:
+@partial(jax.jit, static_argnums=0)
+def tangent(plan: EdgePlan, graph: Any, dedge: jax.Array, *saved: jax.Array) -> jax.Array:
     """Computes the tangent of what `forward` returns; `saved` are edge and out of `edge_max`."""
-    if name != "edge_max":
-        return forward(name, graph, dedge)
+    if plan.name != "edge_max":
+        return forward(plan, graph, dedge)
     edge, out = saved
-    return _maximum_tangent(graph, edge, out, dedge)  # (4)
+    return _maximum_tangent(plan, graph, edge, out, dedge)  # (4)
 
 
-def backward(name: str, graph: Any, dout: jax.Array, *saved: jax.Array) -> jax.Array:
+@partial(jax.jit, static_argnums=0)
+def backward(plan: EdgePlan, graph: Any, dout: jax.Array, *saved: jax.Array) -> jax.Array:
     """Computes the gradient, accumulated; `saved` are edge and out of `edge_max`."""
     x = dout.astype(accumulator_dtype(dout.dtype))
     if not has_edges(graph):
         shape = (graph.capacity, *dout.shape[1:])
         return full_like_operands(dout, shape, 0, x.dtype, (graph, dout))
     at = _node_by_number(graph, graph.by_destination, graph.num_dst)
-    if name == "edge_sum":
+    if plan.name == "edge_sum":
         return take(x, at)  # (1)
-    if name == "edge_mean":
+    if plan.name == "edge_mean":
         return take(x / _degree(graph, x), at)  # (2)
     edge, out = saved
-    return jnp.where(edge == take(out, at, jnp.nan), take(x / _count_of_top(graph, edge, out), at), 0)  # (3)
+    return jnp.where(
+        edge == take(out, at, jnp.nan), take(x / _count_of_top(plan, graph, edge, out), at), 0
+    )  # (3)

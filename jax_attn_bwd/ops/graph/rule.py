@@ -40,8 +40,8 @@ def decide(
 ) -> Plan:
     """Makes the plan of a call, whose other arguments are checked."""
     return_residual = checks.flag(operator, "return_residual", return_residual)
-    chosen = backend.select(operator, IMPLEMENTATIONS, implementation, options, operands)
-    return Plan.of(options, operands, chosen.name, return_residual)
+    plan = partial(Plan.of, return_residual=return_residual)
+    return backend.planned(operator, IMPLEMENTATIONS, implementation, options, operands, plan)
 
 
 def forward_of(plan: Plan, operands: Operands) -> Callable[[], Result]:

@@ -11,6 +11,7 @@ from jax_attn_bwd._core.numerics import accumulator_dtype
 from jax_attn_bwd._core.types import Fill
 from jax_attn_bwd.ops.graph import reductions
 from jax_attn_bwd.ops.graph.groups import ends_of_edges
+from jax_attn_bwd.ops.graph.plan import EdgePlan
 
 FILLS = get_args(Fill)
 _OPERATOR = "BipartiteCSC.with_self_loops"
@@ -127,7 +128,8 @@ def _filled(graph: Any, edge: jax.Array, fill_value: Any) -> jax.Array:
     given = jnp.where(spread(replaced), neutral, sign * edge.astype(accumulator_dtype(edge.dtype)))
 
     # the minimum is the negative of a maximum; the mean divides the sum by what is counted
-    found = sign * reductions.forward("edge_sum" if neutral == 0 else "edge_max", graph, given)
+    plan = EdgePlan.of("xla", "edge_sum" if neutral == 0 else "edge_max", (graph, given))
+    found = sign * reductions.forward(plan, graph, given)
     if fill_value == "mean":
         found = found / spread(jnp.maximum(count, 1)).astype(found.dtype)
     found = jnp.where(spread(count > 0), found, 0).astype(edge.dtype)

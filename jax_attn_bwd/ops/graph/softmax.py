@@ -11,6 +11,7 @@ The forward takes it by whole arrays of edges x heads. The backward reads m, l a
 `backward.py`, of each destination.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -31,6 +32,7 @@ from jax_attn_bwd.ops.graph.loops import (
     take,
     to_runs,
 )
+from jax_attn_bwd.ops.graph.plan import EdgePlan
 from jax_attn_bwd.ops.graph.spec import Cotangents, Options
 
 
@@ -66,7 +68,7 @@ def softmax(
     of_runs = sums if graph.run_owners is None else loops.room_for_runs(zeros, graph)
     for part, chunk in zip(e, parts, strict=True):
         of_runs = loops.add(of_runs, to_runs(graph, chunk), sum_of_group(part, chunk))
-    l = add_runs(sums, graph, of_runs)
+    l = add_runs(sums, graph, of_runs, parts[0].in_order)
     if mesh_axes:
         return Softmax(e, m[:n], l[:n])
 
@@ -81,11 +83,11 @@ def present(x: jax.Array, chunk: Chunk) -> jax.Array:
     return x if chunk.exists is None else jnp.where(chunk.exists[..., None], x, -jnp.inf)
 
 
-@jax.jit
-def weights_of(graph: Any, scores: jax.Array) -> jax.Array:
+@partial(jax.jit, static_argnums=0)
+def weights_of(plan: EdgePlan, graph: Any, scores: jax.Array) -> jax.Array:
     """Computes the softmax of scores by edge, `[nnz, H]`."""
     dtype, like = accumulator_dtype(scores.dtype), (graph, scores)
-    edges = loops.one_chunk(graph.by_destination, graph.capacity)
+    edges = loops.one_chunk(graph.by_destination, graph.capacity, plan.in_order)
     weights = full_like_operands(scores, scores.shape, 0, scores.dtype, like)
     if has_edges(graph):
         zeros = full_like_operands(scores, (graph.num_dst, scores.shape[1]), 0, dtype, like)
@@ -95,11 +97,11 @@ def weights_of(graph: Any, scores: jax.Array) -> jax.Array:
     return tie(weights, like)
 
 
-@jax.jit
-def through_weights(graph: Any, dweights: jax.Array, weights: jax.Array) -> jax.Array:
+@partial(jax.jit, static_argnums=0)
+def through_weights(plan: EdgePlan, graph: Any, dweights: jax.Array, weights: jax.Array) -> jax.Array:
     """Computes the gradient of the scores (1), or with their tangent for `dweights` that of the weights."""
     dtype, like = accumulator_dtype(weights.dtype), (graph, weights, dweights)
-    edges = loops.one_chunk(graph.by_destination, graph.capacity)
+    edges = loops.one_chunk(graph.by_destination, graph.capacity, plan.in_order)
     dscores = full_like_operands(weights, weights.shape, 0, dtype, like)
     if has_edges(graph):
         w = take(weights, edges.number).astype(dtype)
@@ -122,7 +124,7 @@ class DestinationRows(NamedTuple):
 
 
 def destination_rows(
-    options: Options, residuals: Any, cotangents: Cotangents, has_products: bool = True
+    options: Options, residuals: Any, cotangents: Cotangents, in_order: bool, has_products: bool = True
 ) -> DestinationRows:
     """Computes the rows of the destinations; of delta (5) without `has_products` only the share of lse."""
     # m and l, finite; lse stands for both where the forward's are not known
@@ -148,7 +150,7 @@ def destination_rows(
     if cotangents.weights is not None and has_products:
         weights = join_rounding(weights, weights_low, dtype)
         like = unsharded(delta, 0)
-        of_weights = sum_by_destination(operands.graph, weights, cotangents.weights, like)
+        of_weights = sum_by_destination(operands.graph, weights, cotangents.weights, like, in_order)
         delta = delta + reshard_like(of_weights, delta, (0, 1))
     if cotangents.lse is not None:
         delta = delta - jnp.where(empty, 0, cotangents.lse)
@@ -156,9 +158,11 @@ def destination_rows(
     return DestinationRows(dout, delta, m, jnp.where(empty, 1, l), dweights)
 
 
-def sum_by_destination(graph: Any, x: jax.Array, y: jax.Array | None, like: jax.Array) -> jax.Array:
+def sum_by_destination(
+    graph: Any, x: jax.Array, y: jax.Array | None, like: jax.Array, in_order: bool
+) -> jax.Array:
     """Sums x y over the edges into each destination, `[num_dst, H]`, dtype of `like`; None: y = 1."""
-    edges = loops.one_chunk(graph.by_destination, graph.capacity)
+    edges = loops.one_chunk(graph.by_destination, graph.capacity, in_order)
     terms = take(x, edges.number).astype(like.dtype)
     if y is not None:  # where x is 0 the edge may be hidden, and y there anything
         terms = terms * jnp.where(terms == 0, 0, take(y, edges.number).astype(like.dtype))

@@ -15,7 +15,6 @@ from jax_attn_bwd._core import dropout
 from jax_attn_bwd._core.numerics import accumulator_dtype
 from jax_attn_bwd._core.serialization import exportable_tuple
 from jax_attn_bwd._core.types import Activation, Array, DropoutKeywords, Implementation, Scale
-from jax_attn_bwd.ops.graph.structure import BipartiteCSC
 
 ACTIVATIONS = get_args(Activation)
 DIFFERENTIABLE = ("src", "dst", "value", "attention_weights", "edge", "score_bias")
@@ -48,7 +47,7 @@ class Operands(NamedTuple):
     A call may have batch axes in front of these; kinds and loops get the arrays of one entry.
     """
 
-    graph: BipartiteCSC
+    graph: Any  # a BipartiteCSC
     src: jax.Array  # [num_src, H * D], or [num_src, K * D]
     dst: jax.Array  # [num_dst, H * D]
     value: jax.Array | None = None  # [num_src, K * Dv], transformer

@@ -10,7 +10,7 @@ import numpy as np
 from jax_attn_bwd._core import checks
 from jax_attn_bwd._core.serialization import exportable_dataclass
 from jax_attn_bwd._core.types import Array, Fill
-from jax_attn_bwd.ops.graph import groups, self_loops
+from jax_attn_bwd.ops.graph import groups, plan, self_loops
 from jax_attn_bwd.ops.graph.groups import LIMIT, Groups
 
 
@@ -205,8 +205,8 @@ class BipartiteCSC:
         room = nnz if capacity is None else _count(operator, "capacity", capacity)
         if nnz > room:
             raise ValueError(checks.message(operator, "capacity", f"be at least nnz = {nnz}", capacity))
-        exact = capacity is None
-        found = groups.arrays_of_known(operator, offsets, indices, number, num_src, num_dst, room, exact)
+        grouping = plan.grouping(operator, num_src, num_dst, room, exact=capacity is None)
+        found = groups.arrays_of_known(grouping, offsets, indices, number)
         return cls(**found, num_src=num_src, num_dst=num_dst)
 
     @classmethod
@@ -278,7 +278,8 @@ class BipartiteCSC:
         src, dst = (_traced_integers(operator, name, x) for name, x in (("src", src), ("dst", dst)))
         checks.shape(operator, "dst", dst, "as src", src.shape)
         _count(operator, "the number of edges", src.shape[0])
-        found = groups.arrays_of_traced(operator, src, dst, num_src, num_dst)
+        grouping = plan.grouping(operator, num_src, num_dst, src.shape[0], exact=False)
+        found = groups.arrays_of_traced(grouping, src, dst)
         return cls(**found, num_src=num_src, num_dst=num_dst)
 
     @classmethod

@@ -51,7 +51,7 @@ def tangent(plan: Plan, operands: Operands, result: Result, tangents: Operands) 
         result = all_gathered(result)
     assert result.m is not None is not result.l  # the forward left them
     options = plan.options
-    t, out = plan.kind.tables(operands), join_rounding(result.out, result.out_low, result.m.dtype)
+    t, out = plan.tables(operands), join_rounding(result.out, result.out_low, result.m.dtype)
     out = split_heads(out, options.num_heads)
     saved = _saved(plan.kind, t, operands, result, tangents)
 
@@ -66,7 +66,7 @@ def tangent(plan: Plan, operands: Operands, result: Result, tangents: Operands) 
     dtype, dweights = operands.src.dtype, None
     if ds is not None:
         mu_whole = unsharded(mu, 0)
-        dweights = _tangent_of_weights(operands.graph, result.weights, ds, mu_whole).astype(dtype)
+        dweights = _tangent_of_weights(plan, operands.graph, result.weights, ds, mu_whole).astype(dtype)
     mean = None if options.concat_heads else dout.mean(1).astype(dtype)
     moved = Result(merge_heads(dout).astype(dtype), mean, dweights, mu, None, None)
     return all_gathered(moved) if plan.on_every_device else moved
@@ -89,11 +89,11 @@ def _sums(plan: Plan, graph: BipartiteCSC, read: tuple["_Saved", jax.Array]) -> 
     sums = _Sums(of_runs, of_runs.sum(-1), ds)
     sums = sums if saved.scores_move else _Sums(of_runs, None, None)
     saved = saved.with_end_rows(plan)
-    share = partial(_share, plan.kind, graph, saved)
+    share, in_order = partial(_share, plan.kind, graph, saved), plan.loops.in_order
     sums = loops.scan(share, _fold, sums, runs, graph.capacity, plan.loops.messages)
-    dout = loops.add_runs(dout, graph, sums.dout)
+    dout = loops.add_runs(dout, graph, sums.dout, in_order)
     if saved.scores_move:
-        mu, ds = loops.add_runs(mu, graph, sums.mu), sums.ds
+        mu, ds = loops.add_runs(mu, graph, sums.mu, in_order), sums.ds
     return _Sums(dout, mu, ds)
 
 
@@ -187,9 +187,9 @@ def _fold(sums: _Sums, new: _Sums, chunk: Chunk) -> _Sums:
     return _Sums(add(sums.dout, new.dout), add(sums.mu, new.mu), ds)
 
 
-def _tangent_of_weights(graph: Any, weights: Any, ds: jax.Array, mu: jax.Array) -> jax.Array:
+def _tangent_of_weights(plan: Plan, graph: Any, weights: Any, ds: jax.Array, mu: jax.Array) -> jax.Array:
     """Computes the tangents dw (16), in the caller's order."""
-    edges = loops.one_chunk(graph.by_destination, graph.capacity)
+    edges = loops.one_chunk(graph.by_destination, graph.capacity, plan.loops.in_order)
     w = take(weights, edges.number).astype(mu.dtype)
     dw = w * (take(ds, edges.number) - own_rows(mu, edges))
     return loops.put(jnp.zeros_like(ds), edges.number, dw)

@@ -11,8 +11,7 @@ from jax.sharding import PartitionSpec as P
 from ops.graph.calls import FUNCTIONS, QUICK, D, H, each_kind, every_kind, inputs, normal, random_edges
 
 from jax_attn_bwd import BipartiteCSC, edge_softmax, explain, graph_attention, graph_attention_bwd
-from jax_attn_bwd._core import pallas
-from jax_attn_bwd.ops.graph import plan
+from jax_attn_bwd._core import pallas, targets
 
 GRAPH = BipartiteCSC.from_coo(*random_edges(), 7, 5)
 B = 8
@@ -32,7 +31,7 @@ def test_entries_one_after_another(kind, monkeypatch):
         return jax.grad(lambda a: sum((g**2).sum() for g in gradient(a).values()))(a)
 
     expected = jax.jit(curvature, compiler_options=QUICK)(arrays)
-    monkeypatch.setattr(plan, "one_after_another", lambda: True)
+    monkeypatch.setattr(targets, "is_one_cpu", lambda: True)
     in_turn = jax.jit(lambda a: curvature(a), compiler_options=QUICK)
     assert " while(" in in_turn.lower(arrays).as_text(dialect="hlo")
     assert_trees_close(in_turn(arrays), expected, 1e-11)
@@ -52,7 +51,7 @@ def test_an_entry_is_a_call(kind):
 
 @pytest.mark.parametrize("in_turn", [pytest.param(False, marks=thorough), True])
 def test_an_empty_batch(in_turn, monkeypatch):
-    monkeypatch.setattr(plan, "one_after_another", lambda: in_turn)
+    monkeypatch.setattr(targets, "is_one_cpu", lambda: in_turn)
     src = jnp.ones((0, 2, 7, H * D))
     loss = lambda src, a: graph_attention(GRAPH, src, None, a, num_heads=H).sum()
     dsrc, da = jax.grad(loss, (0, 1))(src, jnp.ones(2 * H * D))

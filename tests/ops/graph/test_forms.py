@@ -8,7 +8,7 @@ from helpers import assert_trees_close, thorough
 from ops.graph.calls import FUNCTIONS, H, every_kind, inputs, random_edges, values_and_gradients
 
 from jax_attn_bwd import BipartiteCSC
-from jax_attn_bwd.ops.graph import groups, loops
+from jax_attn_bwd.ops.graph import groups, loops, plan
 
 NNZ, ROOM = 300, 340
 
@@ -19,9 +19,9 @@ def form(monkeypatch):
 
     def build(limit, width, run, capacity):
         if limit is not None:
-            monkeypatch.setattr(loops, "whole_elements", lambda: limit)
-            monkeypatch.setattr(loops, "chunk_elements", lambda: limit)
-        monkeypatch.setattr(groups, "group_width", lambda edges, nodes: width)
+            monkeypatch.setattr(plan, "whole_elements", lambda: limit)
+            monkeypatch.setattr(plan, "chunk_elements", lambda: limit)
+        monkeypatch.setattr(plan, "group_width", lambda edges, nodes: width)
         monkeypatch.setattr(groups, "RUN", run)
         monkeypatch.setattr(loops, "RUN", run)
         jax.clear_caches()
@@ -60,7 +60,7 @@ def test_every_form_gives_the_same(kind, name, capacity, form):
     options |= {"return_attention_weights": True, "return_residual": True}
     function = FUNCTIONS[kind][0]
     whole = BipartiteCSC.from_coo(*random_edges(nnz=NNZ), 7, 5, capacity=capacity)
-    assert loops.whole_elements() > NNZ * 6
+    assert plan.whole_elements() > NNZ * 6
     expected = values_and_gradients(function, arrays, graph=whole, **options)
     graph = form(*FORMS[name], capacity)
     assert (graph.run_owners is not None) == ("runs" in name)

@@ -12,7 +12,7 @@ from ops.graph.calls import FUNCTIONS, QUICK, D, H, inputs, normal, program, ran
 
 import jax_attn_bwd as jab
 from jax_attn_bwd import BipartiteCSC
-from jax_attn_bwd.ops.graph import groups
+from jax_attn_bwd.ops.graph import groups, plan
 
 
 def built(num_src, num_dst):
@@ -26,7 +26,7 @@ def built(num_src, num_dst):
 )
 def test_as_numpy_builds_it(num_src, num_dst, nnz, width, monkeypatch):
     """Every array, of hubs, too, whose edges are summed in runs."""
-    monkeypatch.setattr(groups, "group_width", lambda edges, nodes: width)
+    monkeypatch.setattr(plan, "group_width", lambda edges, nodes: width)
     src, dst = random_edges(max(num_src, 3), max(num_dst, 3), nnz)
     dst[nnz // 2 :] = 0
     expected = BipartiteCSC.from_coo(src, dst, num_src, num_dst, capacity=nnz)

@@ -7,13 +7,13 @@ from helpers import assert_trees_close
 from ops.graph.calls import FUNCTIONS, D, H, each_kind, inputs, values_and_gradients
 
 from jax_attn_bwd import BipartiteCSC
-from jax_attn_bwd.ops.graph import loops
+from jax_attn_bwd.ops.graph import plan
 
 
 @each_kind("gat")
 def test_a_hub_of_ten_thousand_edges(kind, monkeypatch):
     """Float32 over many chunks, against the same in float64 by segment sums."""
-    monkeypatch.setattr(loops, "chunk_elements", lambda: 1 << 11)  # else the forward has one
+    monkeypatch.setattr(plan, "chunk_elements", lambda: 1 << 11)  # else the forward has one
     rng = np.random.default_rng(0)
     dst = np.concatenate([np.full(10_000, 2), rng.integers(0, 5, 500)])
     src = rng.integers(0, 300, len(dst))

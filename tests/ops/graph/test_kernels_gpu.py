@@ -16,7 +16,7 @@ from ops.graph.calls import FUNCTIONS, each_kind, every_kind, random_edges
 
 from jax_attn_bwd import BipartiteCSC, check, explain, graph_attention, graph_transformer_attention
 from jax_attn_bwd._core import pallas
-from jax_attn_bwd.ops.graph import groups
+from jax_attn_bwd.ops.graph import plan
 from jax_attn_bwd.ops.graph.kernels import gpu_body
 from jax_attn_bwd.ops.graph.kernels.gpu_body import LENGTH, segments, settled
 
@@ -50,7 +50,7 @@ def small_graph(src=None, dst=None, num_src=7, num_dst=5, *, width=1, capacity=N
     if src is None:
         src, dst = random_edges()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(groups, "group_width", lambda edges, nodes: width)
+        patch.setattr(plan, "group_width", lambda edges, nodes: width)
         return BipartiteCSC.from_coo(src, dst, num_src, num_dst, capacity=capacity)
 
 

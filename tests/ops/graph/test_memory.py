@@ -21,7 +21,7 @@ from ops.graph.calls import (
 
 from jax_attn_bwd import BipartiteCSC
 from jax_attn_bwd._core import targets
-from jax_attn_bwd.ops.graph import loops
+from jax_attn_bwd.ops.graph import plan
 
 
 @every_kind
@@ -50,16 +50,16 @@ def largest(jaxpr):
 @pytest.mark.parametrize("features", [3, 4])
 @every_kind
 def test_messages_alone_take_a_loop_at_twice_the_size(kind, features, monkeypatch):
-    """GAT from four features a head; with JAX 0.10 every kind, as these rows are narrow."""
+    """GAT from four features a head."""
     for limit in ("whole_elements", "chunk_elements"):
-        monkeypatch.setattr(loops, limit, lambda: 100)
+        monkeypatch.setattr(plan, limit, lambda: 100)
     width = H * features
 
     def has_loop(nnz):
         graph, arrays = BipartiteCSC.from_coo(*random_edges(nnz=nnz), 7, 5), inputs(kind, 7, 5, width=width)
         return "scan[" in str(jax.make_jaxpr(lambda a: FUNCTIONS[kind][0](graph, **a, num_heads=H))(arrays))
 
-    is_sooner = (kind != "gat" or features < 4) and jax.__version_info__ >= (0, 11)
+    is_sooner = kind != "gat" or features < 4
     assert [has_loop(elements // width) for elements in (96, 192, 216)] == [False, is_sooner, True]
 
 
@@ -87,7 +87,7 @@ def test_sums_have_one_writer_off_the_cpu(kind, monkeypatch):
     function = FUNCTIONS[kind][0]
     expected = values_and_gradients(function, arrays, graph=graph)
     monkeypatch.setattr(targets, "platform", lambda: "gpu")
-    monkeypatch.setattr(loops, "chunk_elements", lambda: 200)
+    monkeypatch.setattr(plan, "chunk_elements", lambda: 200)
     jax.clear_caches()
     try:
         assert_trees_close(values_and_gradients(function, arrays, graph=graph), expected, 1e-12)

@@ -10,7 +10,7 @@ from ops.graph.calls import FUNCTIONS, QUICK, H, each_kind, inputs, normal, valu
 import jax_attn_bwd as jab
 from jax_attn_bwd import BipartiteCSC
 from jax_attn_bwd._core import targets
-from jax_attn_bwd.ops.graph import loops
+from jax_attn_bwd.ops.graph import loops, plan
 from jax_attn_bwd.ops.graph.groups import first_group_per_node
 
 SOURCES, DESTINATIONS, EDGES, ROOM = 9, 170, 700, 740
@@ -31,8 +31,8 @@ def as_on_a_gpu(monkeypatch):
     def aim(limit=None):
         monkeypatch.setattr(targets, "platform", lambda: "gpu")
         if limit is not None:
-            monkeypatch.setattr(loops, "whole_elements", lambda: limit)
-            monkeypatch.setattr(loops, "chunk_elements", lambda: limit)
+            monkeypatch.setattr(plan, "whole_elements", lambda: limit)
+            monkeypatch.setattr(plan, "chunk_elements", lambda: limit)
         jax.clear_caches()
 
     yield aim

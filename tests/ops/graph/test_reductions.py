@@ -12,7 +12,7 @@ from ops.graph.calls import normal
 
 import jax_attn_bwd as jab
 from jax_attn_bwd import BipartiteCSC
-from jax_attn_bwd.ops.graph import groups, loops, reference
+from jax_attn_bwd.ops.graph import plan, reference
 
 FUNCTIONS = {"edge_sum": jab.edge_sum, "edge_mean": jab.edge_mean, "edge_max": jab.edge_max}
 
@@ -48,10 +48,10 @@ def test_a_cpu_sums_up_to_32_mib_without_a_loop():
 def several_edges_in_a_group(monkeypatch):
     """Groups like those on a GPU, where no scatter has an order, and in many chunks."""
     jax.clear_caches()
-    monkeypatch.setattr(groups, "group_width", lambda edges, nodes: 4)
-    monkeypatch.setattr(loops, "adds_in_order", lambda: False)
-    monkeypatch.setattr(loops, "whole_elements", lambda: 0)
-    monkeypatch.setattr(loops, "chunk_elements", lambda: 256)
+    monkeypatch.setattr(plan, "group_width", lambda edges, nodes: 4)
+    monkeypatch.setattr(plan, "adds_in_order", lambda: False)
+    monkeypatch.setattr(plan, "whole_elements", lambda: 0)
+    monkeypatch.setattr(plan, "chunk_elements", lambda: 256)
     yield
     jax.clear_caches()
 

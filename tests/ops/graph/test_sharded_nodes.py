@@ -125,9 +125,9 @@ def form(monkeypatch):
     """`form(edges of a group)`: small chunks, short runs."""
 
     def build(width):
-        monkeypatch.setattr(loops, "whole_elements", lambda: 0)
-        monkeypatch.setattr(loops, "chunk_elements", lambda: 64)
-        monkeypatch.setattr(groups, "group_width", lambda edges, nodes: width)
+        monkeypatch.setattr(plan, "whole_elements", lambda: 0)
+        monkeypatch.setattr(plan, "chunk_elements", lambda: 64)
+        monkeypatch.setattr(plan, "group_width", lambda edges, nodes: width)
         for module in (groups, loops, placement):
             monkeypatch.setattr(module, "RUN", 4)
         jax.clear_caches()
@@ -228,8 +228,7 @@ def test_auto_axes_off_the_cpu(monkeypatch):
     ct = [jnp.asarray(np.random.default_rng(2).standard_normal((DESTINATIONS, H * D)))]
     expected = program("gatv2", {}, ct)(graph, arrays)
     jax.clear_caches()
-    for module in (loops, plan, placement):
-        monkeypatch.setattr(module, "adds_in_order", lambda: False)
+    monkeypatch.setattr(plan, "adds_in_order", lambda: False)
     mesh, placed = on_mesh((8,), {name: P("x", None) for name in NODES}, arrays, AxisType.Auto)
     with jax.set_mesh(mesh):
         compiled = program("gatv2", {}, ct).lower(graph, placed).compile()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from jax_attn_bwd import BipartiteCSC
 from jax_attn_bwd._core import targets
-from jax_attn_bwd.ops.graph import groups
+from jax_attn_bwd.ops.graph import plan
 from jax_attn_bwd.ops.graph.reference import ends
 
 
@@ -140,7 +140,7 @@ def test_counts_beyond_int32_are_refused(monkeypatch):
     never by their product, so nodes x dim may well pass 2**31."""
     with pytest.raises(ValueError, match=r"num_src must lie in \[0, 2147483647\), got 2147483648"):
         BipartiteCSC.from_csc([0], np.zeros(0, np.int64), 2**31)
-    monkeypatch.setattr(groups, "group_width", lambda edges, nodes: 8)
+    monkeypatch.setattr(plan, "group_width", lambda edges, nodes: 8)
     with pytest.raises(ValueError, match=r"need at most 2147483647 slots.*split the graph"):
         BipartiteCSC.from_coo([0], [0], 1, 1, capacity=2**31 - 2)
 
@@ -211,7 +211,7 @@ def test_kinds_that_are_refused():
 
 def test_width_of_a_group_follows_the_mean_degree(monkeypatch):
     """Where a scatter is dear; on a CPU it is not, and a group is one edge."""
-    assert groups.group_width(5000, 100) == 1
+    assert plan.group_width(5000, 100) == 1
     monkeypatch.setattr(targets, "platform", lambda: "gpu")
-    widths = [groups.group_width(edges, 100) for edges in (0, 150, 400, 5000)]
+    widths = [plan.group_width(edges, 100) for edges in (0, 150, 400, 5000)]
     assert widths == sorted(widths)

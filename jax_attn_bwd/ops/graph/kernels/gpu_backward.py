@@ -48,7 +48,7 @@ def _gradients(options, interpret, residuals, cotangents):
         return {}
 
     # the kernels, on each device its heads
-    saved = destination_rows(options, residuals, cotangents)
+    saved = destination_rows(options, residuals, cotangents, in_order=False)
     z = gpu_body.factors_by_edge(kind, t, graph.capacity)
     run = partial(_sums, options, need, interpret)
 
@@ -88,7 +88,7 @@ def _sums(
 
     # the destinations: for gat a sum of numbers, else a pass of their own over what was handed on
     if need.dst and options.kind == "gat":
-        dst = sum_by_destination(graph, handed, None, saved.m)
+        dst = sum_by_destination(graph, handed, None, saved.m, in_order=False)
     elif need.dst:
         at = segments(graph.by_destination, graph.num_dst, E)
         given = inputs_of(at, {"dst": t.dst}, {"src": t.src}, {"handed": handed}, t)

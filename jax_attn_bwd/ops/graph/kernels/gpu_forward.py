@@ -183,7 +183,7 @@ def _combined(at: Segments, rows: dict, m: jax.Array, l: jax.Array, acc: jax.Arr
 
 def _weights(kind, t, graph, scores, m, l, operands):
     """Computes the weights `[E, H]`, before they are narrowed, from the scores by edge."""
-    chunk = loops.one_chunk(graph.by_destination, graph.capacity)
+    chunk = loops.one_chunk(graph.by_destination, graph.capacity, in_order=False)
     s = take(scores, chunk.number)
     w = jnp.exp(s - own_rows(m, chunk)) / own_rows(jnp.where(l == 0, 1, l), chunk, 1)
     z = kind.dropout_factors(t, chunk)

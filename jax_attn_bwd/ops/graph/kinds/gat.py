@@ -18,7 +18,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_attn_bwd._core import fusion
 from jax_attn_bwd._core.numerics import accumulator_dtype, to_rank, total
 from jax_attn_bwd._core.products import sum_of_products
 from jax_attn_bwd._core.sharding import reshard_like
@@ -26,8 +25,6 @@ from jax_attn_bwd.ops.graph import placement
 from jax_attn_bwd.ops.graph.kinds.kind import Edges, Kind, Sums, activate, heads_of, merge_heads, slope
 from jax_attn_bwd.ops.graph.loops import sum_of_group
 from jax_attn_bwd.ops.graph.spec import Operands
-
-_EDGES_PER_NODE = 8  # from here on to sum a node's products again costs more than one more pass
 
 
 class GAT(Kind):
@@ -56,12 +53,7 @@ class GAT(Kind):
             self._split_weights(operands, operands.attention_weights),
             strict=True,
         )
-        src, dst, edge = (None if x is None else _share(x, a, used) for x, used, a in given)
-        # once for a node: XLA:CPU would sum the products anew for each edge that reads a node's share
-        edges, nodes = operands.graph.capacity, src.shape[0] + dst.shape[0]
-        if isinstance(edges, int) and isinstance(nodes, int) and edges >= _EDGES_PER_NODE * nodes:
-            src, dst = (fusion.kept_whole(x, may_be_gathered=True) for x in (src, dst))
-        return src, dst, edge, None
+        return *(None if x is None else _share(x, a, used) for x, used, a in given), None
 
     def score_tables_tangent(self, operands, tangents):
         """Computes the tangents of the three shares."""
