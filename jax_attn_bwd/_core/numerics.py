@@ -45,32 +45,9 @@ def lost_to(dtype: Any, x: jax.Array) -> jax.Array:
     return lax.stop_gradient(x - lax.bitcast_convert_type(bits, jnp.float32)).astype(dtype)
 
 
-def split_rounding(
-    x: jax.Array, dtype: Any, low_dtype: Any = None, *, lost: jax.Array | None = None, kept: bool = True
-) -> tuple[jax.Array, jax.Array | None]:
-    """Returns (`x` in `dtype`, what rounding took from it, in `low_dtype` or the same, None where nothing).
-
-    The rounded numbers are formed in the dtype of `x`: XLA may take a conversion there and back for nothing.
-    Numbers below the least normal one of `dtype` are left to the conversion, and nothing is said to be lost
-    of them: to reduce the precision would make them 0.
-
-    Args:
-      lost: what was taken from `x` before, and is told, too.
-      kept: False where no one asks what rounding took.
-    """
-    if x.dtype == dtype or not kept:
-        return x.astype(dtype), None
-    given, own = jnp.finfo(dtype), jnp.finfo(x.dtype)
-    rounded = lax.reduce_precision(x, given.nexp, given.nmant)
-    if given.nexp < own.nexp:
-        rounded = jnp.where(jnp.abs(x) < float(given.smallest_normal), x, rounded)
-    low = x - rounded if lost is None else x - rounded + lost
-    return rounded.astype(dtype), low.astype(low_dtype or dtype)
-
-
-def join_rounding(narrow: jax.Array, low: jax.Array | None, dtype: Any) -> jax.Array:
-    """Returns in `dtype` what `split_rounding` made two numbers of."""
-    return narrow.astype(dtype) if low is None else narrow.astype(dtype) + low.astype(dtype)
+def narrowed(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array | None]:
+    """Returns (`x` in `dtype`, `x` itself for who sums over it; None where it is not wider)."""
+    return x.astype(dtype), None if x.dtype == dtype else x
 
 
 def to_rank(x: jax.Array, rank: int) -> jax.Array:

@@ -29,7 +29,7 @@ def forward(plan: Plan, run: Callable[[Operands], Result], operands: Operands) -
     operands, axes = _divided(plan, operands)
     place = split.place(operands.query, axes.query)
     by_row: Any = place._replace(spec=place.spec[:-1])
-    places: Any = place, by_row, by_row, place if plan.splits_out else None
+    places: Any = place, by_row, by_row, place if plan.has_wide_out else None
     return _over_parts(plan, run, (operands,), (axes,), Result(*places))
 
 

@@ -47,7 +47,7 @@ def forward(plan: Plan, schedule: Tiles, operands: Operands) -> Result:
     out, lse, low = online.finished(state, may_be_empty)
     if lost is not None:
         lost = online.finished(state._replace(acc=lost), may_be_empty)[0]
-    return row_terms.of_forward(operands, plan.splits_out, out, lse, low, lost)
+    return row_terms.of_forward(operands, plan.has_wide_out, out, lse, low, lost)
 
 
 class _Sums(NamedTuple):

@@ -155,7 +155,7 @@ def forward(plan: Plan, schedule: Materialized, operands: Operands) -> Result:
     out = times_v(e.astype(v.dtype))
     if v.dtype != e.dtype and plan.low_matters:
         lost = times_v(lost_to(v.dtype, e))
-    return row_terms.of_forward(operands, plan.splits_out, out, lse[..., 0], low[..., 0], lost)
+    return row_terms.of_forward(operands, plan.has_wide_out, out, lse[..., 0], low[..., 0], lost)
 
 
 def backward(

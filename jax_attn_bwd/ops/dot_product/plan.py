@@ -489,8 +489,8 @@ class Plan:
       schedule: of the portable path, which also gives the derivatives of kernels' results.
       pieces: into which the portable path cuts the queries for devices; None = it does not.
       forms: of the steps of a whole plane.
-      out_in_two: whether what rounding takes from `out` is kept, whatever is differentiated.
-      low_matters: whether it would be missed by some gradients, with what rounding takes from p.
+      keeps_wide: whether a narrow `out` is kept wide, too, whatever is differentiated.
+      low_matters: whether some gradients would miss what rounding takes from `out` and from p.
       keeps_low: whether a kernel's forward keeps both.
     """
 
@@ -499,14 +499,14 @@ class Plan:
     schedule: Schedule
     pieces: Pieces | None = None
     forms: Forms = PLAIN
-    out_in_two: bool = False
+    keeps_wide: bool = False
     low_matters: bool = False
     keeps_low: bool = False
 
     @property
-    def splits_out(self) -> bool:
-        """Tells whether the portable path returns `out` in two numbers: rounded, and what that took."""
-        return self.out_in_two or self.low_matters
+    def has_wide_out(self) -> bool:
+        """Tells whether the portable path returns `out` twice: rounded, and as it is summed over."""
+        return self.keeps_wide or self.low_matters
 
     @property
     def batch_slices(self) -> int:
@@ -554,12 +554,12 @@ def plan(implementation: str, options: Options, operands: Operands) -> Plan:
     # `out` is alike for all keys, and dq and dk feel it. On a CPU it is kept, and there are no strips; what
     # it costs elsewhere is not measured.
     is_kept = implementation == "xla" and _is_narrow(operands) and targets.platform() == "cpu"
-    in_two = KEPT_ROUNDING.holds(is_kept)
+    keeps_wide = KEPT_ROUNDING.holds(is_kept)
     # So is what rounding takes from p, where it is a factor in a narrow dtype.
-    is_rounded = in_two and product_dtype(operands) == operands.query.dtype
+    is_rounded = keeps_wide and product_dtype(operands) == operands.query.dtype
     low = is_rounded or low_matters(options, operands)
     forms = _forms(options, operands) if isinstance(chosen, Materialized) else PLAIN
-    return Plan(options, implementation, chosen, pieces, forms, in_two, low)
+    return Plan(options, implementation, chosen, pieces, forms, keeps_wide, low)
 
 
 def _in_step(pieces: Pieces | None) -> int:

@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_attn_bwd._core.numerics import finite, reduce_to, split_rounding, to_rank
+from jax_attn_bwd._core.numerics import finite, reduce_to, to_rank, total
 from jax_attn_bwd._core.products import sum_of_products
 from jax_attn_bwd.ops.dot_product import layout, visibility
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options, Result
 
 
 def of_forward(
-    operands: Operands, splits_out: bool, out: jax.Array, lse: jax.Array, low: jax.Array, lost: Any
+    operands: Operands, has_wide_out: bool, out: jax.Array, lse: jax.Array, low: jax.Array, lost: Any
 ) -> Result:
     """Lays out `[..., K, G, T, Hv]`, what rounding its factors took and row values `[..., K, G, T]` out.
 
@@ -24,10 +24,9 @@ def of_forward(
     """
     T = operands.sizes.T
     whole = lambda x: layout.merge_heads(x)[..., :T, :, :]
-    lost = None if lost is None else whole(lost)
-    out, out_low = split_rounding(whole(out), operands.query.dtype, lost=lost, kept=splits_out)
+    wide = whole(total(out, lost)) if has_wide_out else None
     lse, low = (layout.merge_rows(x)[..., :T, :] for x in (lse, low))
-    return Result(out, lse, low, out_low)
+    return Result(whole(out).astype(operands.query.dtype), lse, low, wide)
 
 
 def of_backward(
@@ -81,7 +80,7 @@ def delta(
     dout = dout.astype(lse.dtype)
     if not visibility.every_query_sees(options, operands):
         dout = jnp.where(sees_nothing(operands, result)[..., None], 0, dout)
-    found = sum_of_products(dout, result.wide_out())
+    found = sum_of_products(dout, result.widest_out())
     return found if dlse is None else found - finite_rows(options, operands, lse, dlse)
 
 

@@ -58,7 +58,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jax_attn_bwd._core import fusion, masks
-from jax_attn_bwd._core.numerics import accumulator_dtype, any_of_batch, reduce_to, split_rounding, to_rank
+from jax_attn_bwd._core.numerics import accumulator_dtype, any_of_batch, reduce_to, to_rank
 from jax_attn_bwd._core.pallas import on_local_shards, vary_alike
 from jax_attn_bwd._core.sharding import explicit_spec, full_like_operands, match_type, varying
 from jax_attn_bwd.ops.dot_product import layout, row_terms, visibility
@@ -87,8 +87,8 @@ def forward(plan: Plan, schedule: Strips, operands: Operands) -> Result:
         return run(operands)
     rows: Any = PartitionSpec(*explicit_spec(operands.query)[:-1])
     result = on_local_shards(run, lambda _: Result(rows, rows, rows), (operands,))
-    out, low = split_rounding(result.out, operands.query.dtype, kept=plan.splits_out)
-    return result._replace(out=out, out_low=low)
+    wide = result.out if plan.has_wide_out else None
+    return result._replace(out=result.out.astype(operands.query.dtype), wide_out=wide)
 
 
 def backward(

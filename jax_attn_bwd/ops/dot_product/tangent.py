@@ -88,7 +88,7 @@ def _tiled(plan: Plan, operands: Operands, result: Result, tangents: Operands) -
 
 def through_softmax(result: Result, total: jax.Array, mu: jax.Array) -> jax.Array:
     """Returns dout of (17), in the dtype of lse, from the whole sum over s and mu."""
-    return total - mu[..., None] * result.wide_out()
+    return total - mu[..., None] * result.widest_out()
 
 
 class _Tangents(NamedTuple):

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_attn_bwd._core import split
-from jax_attn_bwd._core.numerics import accumulator_dtype, split_rounding
+from jax_attn_bwd._core.numerics import accumulator_dtype, narrowed
 from jax_attn_bwd._core.sharding import all_gathered, full_like_operands, reshard_like, tie
 from jax_attn_bwd.ops.graph import loops, placement
 from jax_attn_bwd.ops.graph.kinds.kind import Kind, Rows, Tables, merge_heads, split_heads
@@ -49,12 +49,12 @@ def forward(plan: Plan, operands: Operands) -> Result:
     # from accumulated sums to what is returned and saved
     lse = jnp.where(l == 0, -jnp.inf, m + jnp.log(jnp.where(l == 0, 1, l)))
     mean = None if options.concat_heads else out.mean(1).astype(operands.src.dtype)
-    out, out_low = split_rounding(merge_heads(out), operands.src.dtype, Result.low_dtype(operands))
+    out, wide_out = narrowed(merge_heads(out), operands.src.dtype)
     # Narrowed last: a scatter of narrow numbers behind dropout's generator takes XLA:CPU minutes to compile.
-    weights_low = None
+    wide_weights = None
     if weights is not None:
-        weights, weights_low = split_rounding(weights, operands.src.dtype, Result.low_dtype(operands))
-    result = tie(Result(out, mean, weights, lse, m, l, out_low, weights_low), operands)
+        weights, wide_weights = narrowed(weights, operands.src.dtype)
+    result = tie(Result(out, mean, weights, lse, m, l, wide_out, wide_weights), operands)
     return all_gathered(result) if plan.on_every_device else result
 
 

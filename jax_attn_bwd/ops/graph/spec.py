@@ -7,12 +7,11 @@ of W edges each: arrays are `[W, R, ...]` by edge and `[R, ...]` by the node tha
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Required, TypedDict, get_args
+from typing import NamedTuple, Required, TypedDict, get_args
 
 import jax
 
 from jax_attn_bwd._core import dropout
-from jax_attn_bwd._core.numerics import accumulator_dtype
 from jax_attn_bwd._core.serialization import exportable_tuple
 from jax_attn_bwd._core.types import Activation, Array, DropoutKeywords, Implementation, Scale
 from jax_attn_bwd.ops.graph.structure import BipartiteCSC
@@ -80,14 +79,8 @@ class Result(NamedTuple):
     lse: jax.Array | None  # [num_dst, H], natural log, float32 or wider: m + log l, but for its rounding
     m: jax.Array | None  # [num_dst, H], the highest score; None: lse stands for it, and l is 1
     l: jax.Array | None  # [num_dst, H], sum of exp(score - m); 0 without edges
-    out_low: jax.Array | None = None  # as out: what rounding took from it, which is alike for a node's edges
-    weights_low: jax.Array | None = None  # as weights; None = 0
-
-    @staticmethod
-    def low_dtype(operands: Operands) -> Any:
-        """Returns the dtype of both: the accumulator's beside a bias, whose gradient may sum all edges."""
-        dtype = operands.src.dtype
-        return dtype if operands.score_bias is None else accumulator_dtype(dtype)
+    wide_out: jax.Array | None = None  # as out, not rounded: an error of it is alike for a node's edges
+    wide_weights: jax.Array | None = None  # as weights; None = those in out and weights are not rounded
 
 
 @jax.tree_util.register_static

@@ -30,7 +30,6 @@ import jax
 import jax.numpy as jnp
 
 from jax_attn_bwd._core import split
-from jax_attn_bwd._core.numerics import join_rounding
 from jax_attn_bwd._core.sharding import all_gathered, full_like_operands, unsharded
 from jax_attn_bwd.ops.graph import loops, placement
 from jax_attn_bwd.ops.graph.forward import ends, visible, weighted_messages, with_bias
@@ -51,8 +50,8 @@ def tangent(plan: Plan, operands: Operands, result: Result, tangents: Operands) 
         result = all_gathered(result)
     assert result.m is not None is not result.l  # the forward left them
     options = plan.options
-    t, out = plan.kind.tables(operands), join_rounding(result.out, result.out_low, result.m.dtype)
-    out = split_heads(out, options.num_heads)
+    t, out = plan.kind.tables(operands), result.out if result.wide_out is None else result.wide_out
+    out = split_heads(out.astype(result.m.dtype), options.num_heads)
     saved = _saved(plan.kind, t, operands, result, tangents)
 
     # the sums over the edges, [num_dst, H, D] and [num_dst, H], and ds by edge

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_attn_bwd._core.numerics import accumulator_dtype, split_rounding
+from jax_attn_bwd._core.numerics import accumulator_dtype
 from jax_attn_bwd._core.products import einsum
 from jax_attn_bwd._core.sharding import reshard_like
 from jax_attn_bwd.ops.dot_product import engine
@@ -112,11 +112,12 @@ def attend(
     # the keys' share of the output, and the rows' own, [..., K, G, T, Hv]
     p = jnp.exp((x - total[..., None]) - total_low[..., None])
     share = jnp.exp(((lse - total) - total_low) + low)[..., None]
-    out = share * engine.split_heads(result.wide_out(), rows.query.shape[-3]).astype(rows.keys.dtype)
+    out = share * engine.split_heads(result.widest_out(), rows.query.shape[-3]).astype(rows.keys.dtype)
     out = out + _over_rows(options, rows.dropped(p), rows.values)
-    kept = result.out_low is not None or engine.low_matters(options.attention, inner)
-    out, out_low = split_rounding(engine.merge_heads(out), inner.query.dtype, kept=kept)
-    return dot_product.Result(out, engine.merge_rows(total), engine.merge_rows(total_low), out_low)
+    out, is_kept = engine.merge_heads(out), result.wide_out is not None
+    wide = out if is_kept or engine.low_matters(options.attention, inner) else None
+    lse, low = engine.merge_rows(total), engine.merge_rows(total_low)
+    return dot_product.Result(out.astype(inner.query.dtype), lse, low, wide)
 
 
 def probabilities(options: Options, rows: Rows, result: dot_product.Result) -> jax.Array:

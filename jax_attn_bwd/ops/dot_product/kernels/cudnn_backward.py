@@ -73,7 +73,7 @@ def _backward(
                 made[name] = made.get(name, 0) + x.astype(lse.dtype)
 
     # the call whose delta is that of the output, and one for the rest c of delta
-    has_rest = dlse is not None or residuals.result.out_low is not None
+    has_rest = dlse is not None or residuals.result.wide_out is not None
     if dout is not None or not has_rest:
         add(arrays, heads(out), heads(values.dout), wanted)
     if has_rest and (names := wanted & {"query", "key", "bias"}):

@@ -84,16 +84,17 @@ def _forward(options, tiling, interpret, keeps_low, operands, keys):
     )(refs)
 
     # without padding, with the batch axes of the call: out `[..., T, N, Hv]`, lse `[..., T, N]`
-    out, *out_low = (x[:, :T, :, :Hv].reshape(*batch, T, N, Hv) for x in (out, *low[1:]))
+    out, *low_of_out = (x[:, :T, :, :Hv].reshape(*batch, T, N, Hv) for x in (out, *low[1:]))
     lse, *low = (jnp.swapaxes(x[..., :T], -1, -2).reshape(*batch, T, N) for x in (lse, *low[:1]))
     # a query beyond its length sees nothing but the sink
     if (lengths := operands.mask.query_seq_lengths) is not None:
         lengths = lengths[..., None, None]
         beyond = to_rank(jnp.arange(T, dtype=jnp.int32)[:, None], lengths.ndim) >= lengths
         empty = -jnp.inf if operands.sink is None else operands.sink.astype(lse.dtype)
-        out, *out_low = (jnp.where(beyond[..., None], 0, x) for x in (out, *out_low))
+        out, *low_of_out = (jnp.where(beyond[..., None], 0, x) for x in (out, *low_of_out))
         lse = jnp.where(beyond, empty, lse)
-    return Result(out, lse, *(low or [None]), *out_low)
+    wide = [out.astype(lse.dtype) + x.astype(lse.dtype) for x in low_of_out]
+    return Result(out, lse, *(low or [None]), *wide)
 
 
 def _out_types(options: KernelOptions, keeps_low: bool, refs: Inputs) -> list[Any]:

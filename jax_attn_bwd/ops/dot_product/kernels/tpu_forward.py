@@ -119,7 +119,8 @@ def _forward(options, tiling, interpret, keeps_low, operands, keys):
         return jnp.swapaxes(x[:, :, 0, :T], 1, 2).reshape(*batch, T, N)
 
     out, lse, *low = map(public, found, results)
-    return Result(out, lse, *(low or [None]))
+    wide = [out.astype(lse.dtype) + x.astype(lse.dtype) for x in low[1:]]
+    return Result(out, lse, *(low[:1] or [None]), *wide)
 
 
 def _kernel(
