@@ -1,4 +1,12 @@
-"""Small numerical helpers shared by all operators."""
+"""Small numerical helpers shared by all operators.
+
+**Rounding** is what rounding took from a number, x - fl(x), and is kept beside it where it would be missed. A
+row of 1,024 logits of -1e9 has m = -1e9 and log l = 6.93. Its lse = m + log l is -1e9 again, as numbers of
+float32 are 64 apart there, and the rounding is 6.93: exp(logits - lse) would be 1 for each key, and
+exp((logits - lse) - rounding) is 1 / 1,024 (`fast_two_sum`). The probability 0.1 is 0.10009766 in bfloat16,
+with the rounding -0.000098: a product with values that sums rows is made of both (`rounding_of`). An output
+that rows are summed of is kept as it was before (`narrowed`).
+"""
 
 from typing import Any
 
@@ -34,8 +42,19 @@ def total(*terms: Any) -> Any:
     return sum(given[1:], start=given[0]) if given else None
 
 
-def lost_to(dtype: Any, x: jax.Array) -> jax.Array:
-    """Returns what rounding to a narrower `dtype` takes from `x`, float32: in it, without a derivative.
+def fast_two_sum(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns (x + y, the rounding of that sum), the second without a derivative; exact where |x| >= |y|."""
+    total = x + y
+    return total, lax.stop_gradient((x - total) + y)
+
+
+def rounding_between(x: jax.Array, narrow: jax.Array) -> jax.Array:
+    """Returns the rounding of `x` where it became `narrow`, in the dtype of that; in a kernel."""
+    return (x - narrow.astype(x.dtype)).astype(narrow.dtype)
+
+
+def rounding_of(x: jax.Array, dtype: Any) -> jax.Array:
+    """Returns the rounding of `x`, float32, where it becomes a narrower `dtype`, in it; no derivative.
 
     Rounded by the bits, as XLA:GPU takes a conversion there and back for nothing.
     """

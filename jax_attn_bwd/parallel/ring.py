@@ -93,13 +93,13 @@ def forward(exchange: Exchange, plan: engine.Plan, operands: Operands) -> Result
 
         def compute(state):  # (1) to (3)
             result = engine.forward(plan, given)
-            return online.merged(state, result.widest_out(), result.lse, result.lse_low)
+            return online.merged(state, result.widest_out(), result.lse, result.lse_rounding)
 
         return _if_seen(given, compute, lambda state: state, state)
 
     state = online.initial(operands.query, operands.value.shape[-1], operands.sink, operands)
-    out, lse, low = online.finished(_around(exchange, fold, state, of_keys(exchange, operands)))  # (4)
-    return Result(out.astype(operands.query.dtype), lse, low, out if plan.has_wide_out else None)
+    out, lse, rounding = online.finished(_around(exchange, fold, state, of_keys(exchange, operands)))  # (4)
+    return Result(out.astype(operands.query.dtype), lse, rounding, out if plan.has_wide_out else None)
 
 
 def tangent(

@@ -490,8 +490,8 @@ class Plan:
       pieces: into which the portable path cuts the queries for devices; None = it does not.
       forms: of the steps of a whole plane.
       keeps_wide: whether a narrow `out` is kept wide, too, whatever is differentiated.
-      low_matters: whether some gradients would miss what rounding takes from `out` and from p.
-      keeps_low: whether a kernel's forward keeps both.
+      rounding_matters: whether some gradients would miss the rounding of `out` and of p.
+      keeps_rounding: whether a kernel's forward keeps both.
     """
 
     options: Options
@@ -500,13 +500,13 @@ class Plan:
     pieces: Pieces | None = None
     forms: Forms = PLAIN
     keeps_wide: bool = False
-    low_matters: bool = False
-    keeps_low: bool = False
+    rounding_matters: bool = False
+    keeps_rounding: bool = False
 
     @property
     def has_wide_out(self) -> bool:
         """Tells whether the portable path returns `out` twice: rounded, and as it is summed over."""
-        return self.keeps_wide or self.low_matters
+        return self.keeps_wide or self.rounding_matters
 
     @property
     def batch_slices(self) -> int:
@@ -557,9 +557,9 @@ def plan(implementation: str, options: Options, operands: Operands) -> Plan:
     keeps_wide = KEPT_ROUNDING.holds(is_kept)
     # So is what rounding takes from p, where it is a factor in a narrow dtype.
     is_rounded = keeps_wide and product_dtype(operands) == operands.query.dtype
-    low = is_rounded or low_matters(options, operands)
+    rounding = is_rounded or rounding_matters(options, operands)
     forms = _forms(options, operands) if isinstance(chosen, Materialized) else PLAIN
-    return Plan(options, implementation, chosen, pieces, forms, keeps_wide, low)
+    return Plan(options, implementation, chosen, pieces, forms, keeps_wide, rounding)
 
 
 def _in_step(pieces: Pieces | None) -> int:
@@ -572,8 +572,8 @@ def _is_narrow(operands: Operands) -> bool:
     return accumulator_dtype(dtype) != dtype
 
 
-def low_matters(options: Options, operands: Operands) -> bool:
-    """Tells whether there are gradients that must not miss what rounding takes from `out` and from p.
+def rounding_matters(options: Options, operands: Operands) -> bool:
+    """Tells whether there are gradients that must not miss the rounding of `out` and of p.
 
     Those of bias and of what a score reads sum (8) over the row, and with an error of delta would be wrong by
     several times what the plain formula is. So they would be by what rounding takes from p, where it is a

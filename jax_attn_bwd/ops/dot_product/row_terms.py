@@ -16,17 +16,17 @@ from jax_attn_bwd.ops.dot_product.spec import Operands, Options, Result
 
 
 def of_forward(
-    operands: Operands, has_wide_out: bool, out: jax.Array, lse: jax.Array, low: jax.Array, lost: Any
+    operands: Operands, has_wide_out: bool, out: jax.Array, out_rounding: Any, lse: jax.Array, rounding: Any
 ) -> Result:
-    """Lays out `[..., K, G, T, Hv]`, what rounding its factors took and row values `[..., K, G, T]` out.
+    """Lays out `[..., K, G, T, Hv]`, the rounding of its factors and row values `[..., K, G, T]` out.
 
     As the caller has them, `[..., T, N, Hv]` and `[..., T, N]`, without padding.
     """
     T = operands.sizes.T
     whole = lambda x: layout.merge_heads(x)[..., :T, :, :]
-    wide = whole(total(out, lost)) if has_wide_out else None
-    lse, low = (layout.merge_rows(x)[..., :T, :] for x in (lse, low))
-    return Result(whole(out).astype(operands.query.dtype), lse, low, wide)
+    wide = whole(total(out, out_rounding)) if has_wide_out else None
+    lse, rounding = (layout.merge_rows(x)[..., :T, :] for x in (lse, rounding))
+    return Result(whole(out).astype(operands.query.dtype), lse, rounding, wide)
 
 
 def of_backward(
@@ -44,7 +44,7 @@ class Rows(NamedTuple):
 
     dout: jax.Array  # [..., K, G, T, Hv]
     lse: jax.Array  # [..., K, G, T]
-    lse_low: jax.Array
+    lse_rounding: jax.Array
     delta: jax.Array
 
     def map(self, f: Callable[[jax.Array, int], jax.Array]) -> "Rows":
@@ -54,9 +54,9 @@ class Rows(NamedTuple):
 
 def in_rows(result: Result, live: Any, dout: jax.Array, delta: jax.Array) -> Rows:
     """Lays the rows out; dout and delta, which may be anything in rows that are not `live`, are 0 there."""
-    lse, low = (layout.split_rows(x, dout.shape[-3]) for x in finite_lse(result))
+    lse, rounding = (layout.split_rows(x, dout.shape[-3]) for x in finite_lse(result))
     dout, delta = in_live_rows(live, dout, delta)
-    return Rows(dout, lse, low, delta)
+    return Rows(dout, lse, rounding, delta)
 
 
 def in_live_rows(live: Any, dout: jax.Array, delta: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -67,9 +67,9 @@ def in_live_rows(live: Any, dout: jax.Array, delta: jax.Array) -> tuple[jax.Arra
 
 
 def finite_lse(result: Result) -> tuple[jax.Array, jax.Array]:
-    """Returns (lse, 0 where it is -inf; what rounding took from it), each `[..., T, N]`."""
+    """Returns (lse, 0 where it is -inf; its rounding), each `[..., T, N]`."""
     lse = finite(result.lse)
-    return lse, jnp.zeros_like(lse) if result.lse_low is None else result.lse_low
+    return lse, jnp.zeros_like(lse) if result.lse_rounding is None else result.lse_rounding
 
 
 def delta(
@@ -112,5 +112,5 @@ def tangent_of_sink(sink: jax.Array, result: Result, dsink: jax.Array) -> jax.Ar
 def _probability_of_sink(sink: jax.Array, result: Result) -> jax.Array:
     """Returns exp(sink - lse), `[..., T, N]`; 0 where nothing is seen, and the sink is -inf."""
     lse = jnp.where(result.lse == -jnp.inf, jnp.inf, result.lse)
-    low = 0 if result.lse_low is None else result.lse_low
-    return jnp.exp((to_rank(sink.astype(lse.dtype), lse.ndim) - lse) - low)
+    rounding = 0 if result.lse_rounding is None else result.lse_rounding
+    return jnp.exp((to_rank(sink.astype(lse.dtype), lse.ndim) - lse) - rounding)

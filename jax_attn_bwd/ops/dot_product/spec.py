@@ -151,7 +151,7 @@ class Result(NamedTuple):
 
     out: jax.Array  # [..., T, N, Hv]
     lse: jax.Array  # [..., T, N], natural log of the row sums, float32 or wider
-    lse_low: jax.Array | None  # [..., T, N], what rounding took from lse; None = 0
+    lse_rounding: jax.Array | None  # [..., T, N], its rounding; None = 0
     wide_out: jax.Array | None = None  # [..., T, N, Hv], out before it is rounded, where that is kept
 
     def widest_out(self) -> jax.Array:

@@ -65,8 +65,8 @@ def _tiled(plan: Plan, operands: Operands, result: Result, tangents: Operands) -
     """Computes `tangent_sums` of the queries that one program has, tile by tile."""
     # What all tiles read, padded to whole ones.
     w, groups = TileSource.of(plan.options, plan.tiles(operands), operands), operands.sizes.G
-    lse, low = row_terms.finite_lse(result)
-    rows = [layout.pad(layout.split_rows(x, groups), {-1: w.schedule.block_q}) for x in (lse, low)]
+    lse, rounding = row_terms.finite_lse(result)
+    rows = [layout.pad(layout.split_rows(x, groups), {-1: w.schedule.block_q}) for x in (lse, rounding)]
     moved = _laid_out(w, operands, tangents)
 
     # Every tile adds its share to the sums of its rows.
@@ -134,7 +134,7 @@ def _added(w, moved, rows, sums, row, column, *, mixed):
     part = lambda x, rows: None if x is None else take_part(x, {-2: rows}).astype(block.q.dtype)
     dq, dk, dv = part(moved.q, of_queries), part(moved.k, of_keys), part(moved.v, of_keys)
     dbias = None if moved.bias is None else take_part(moved.bias, {-2: of_queries, -1: of_keys})
-    lse, low = (w.rows(x, row)[..., None] for x in rows)
+    lse, rounding = (w.rows(x, row)[..., None] for x in rows)
 
     # The logits again, as in the forward, and their tangent, [..., K, G, block_q, block_k].
     logits = scaled_product(block, block.q, block.k)
@@ -145,7 +145,7 @@ def _added(w, moved, rows, sums, row, column, *, mixed):
     logits, dlogits = block.pushed_forward(logits, dlogits, dbias, moved.args)  # (14)
 
     # The probabilities, and what they give to both sums.
-    p = jnp.exp((block.where_seen(logits, -jnp.inf) - lse) - low)  # (2)
+    p = jnp.exp((block.where_seen(logits, -jnp.inf) - lse) - rounding)  # (2)
     pd = p * block.where_seen(dlogits)
     mu, values = pd.sum(-1), partial(product, "...gts,...sh->...gth", **block.product)
     dtype = block.dlogits_dtype

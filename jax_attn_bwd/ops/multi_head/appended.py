@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_attn_bwd._core.numerics import accumulator_dtype
+from jax_attn_bwd._core.numerics import accumulator_dtype, fast_two_sum
 from jax_attn_bwd._core.products import einsum
 from jax_attn_bwd._core.sharding import reshard_like
 from jax_attn_bwd.ops.dot_product import engine
@@ -100,31 +100,30 @@ def attend(
     options: Options, inner: dot_product.Operands, rows: Rows, result: dot_product.Result
 ) -> dot_product.Result:
     """Adds the appended rows to `result`, which is that of the S keys alone."""
-    # the logarithm of the sum over S' keys, [..., K, G, T], and what rounding takes from it
+    # the logarithm of the sum over S' keys, [..., K, G, T], and its rounding
     x, _ = _logits(options, rows)
     lse = rows.split_rows(result.lse)
-    low = 0 if result.lse_low is None else rows.split_rows(result.lse_low)
+    rounding = 0 if result.lse_rounding is None else rows.split_rows(result.lse_rounding)
     m = lax.stop_gradient(jnp.maximum(lse, x.max(-1)))
-    log_l = jnp.log(jnp.exp((lse - m) + low) + jnp.exp(x - m[..., None]).sum(-1))
-    total = m + log_l
-    total_low = lax.stop_gradient((m - total) + log_l)
+    log_l = jnp.log(jnp.exp((lse - m) + rounding) + jnp.exp(x - m[..., None]).sum(-1))
+    total, total_rounding = fast_two_sum(m, log_l)
 
     # the keys' share of the output, and the rows' own, [..., K, G, T, Hv]
-    p = jnp.exp((x - total[..., None]) - total_low[..., None])
-    share = jnp.exp(((lse - total) - total_low) + low)[..., None]
+    p = jnp.exp((x - total[..., None]) - total_rounding[..., None])
+    share = jnp.exp(((lse - total) - total_rounding) + rounding)[..., None]
     out = share * engine.split_heads(result.widest_out(), rows.query.shape[-3]).astype(rows.keys.dtype)
     out = out + _over_rows(options, rows.dropped(p), rows.values)
     out, is_kept = engine.merge_heads(out), result.wide_out is not None
-    wide = out if is_kept or engine.low_matters(options.attention, inner) else None
-    lse, low = engine.merge_rows(total), engine.merge_rows(total_low)
-    return dot_product.Result(out.astype(inner.query.dtype), lse, low, wide)
+    wide = out if is_kept or engine.rounding_matters(options.attention, inner) else None
+    lse, rounding = engine.merge_rows(total), engine.merge_rows(total_rounding)
+    return dot_product.Result(out.astype(inner.query.dtype), lse, rounding, wide)
 
 
 def probabilities(options: Options, rows: Rows, result: dot_product.Result) -> jax.Array:
     """Returns the rows' probabilities `[..., K, G, T, R]`; `result` is that with the appended rows."""
     x, _ = _logits(options, rows)
-    low = 0 if result.lse_low is None else rows.split_rows(result.lse_low)[..., None]
-    return jnp.exp((x - rows.split_rows(result.lse)[..., None]) - low)
+    rounding = 0 if result.lse_rounding is None else rows.split_rows(result.lse_rounding)[..., None]
+    return jnp.exp((x - rows.split_rows(result.lse)[..., None]) - rounding)
 
 
 def through_values(options: Options, rows: Rows, dout: jax.Array) -> jax.Array:

@@ -58,7 +58,7 @@ def _backward(
     heads = lambda x: kernel_inputs.pad(kernel_inputs.merged(x, 3), {1: T, -1: H})
     stat = rows(lse)
     if shift is not None:
-        stat = (stat - kernel_inputs.pad(shift, {1: T})) + rows(values.low)
+        stat = (stat - kernel_inputs.pad(shift, {1: T})) + rows(values.rounding)
     stat = jnp.swapaxes(jnp.where(stat == jnp.inf, NOTHING, stat), -1, -2)
 
     made: dict[str, Any] = {}

@@ -358,7 +358,7 @@ def _dx(
     early = block.tiling.overlap and names != ["value"]  # dp is computed together with s
     if early:
         plgpu.wgmma(dp_acc, values, dout)
-    # p (2), negative where dropout drops it; lse, delta and low are loaded where they are needed
+    # p (2), negative where dropout drops it; lse, delta and rounding are loaded where they are needed
     rows = [
         partial(mosaic_gpu.load, shared.row_tiles.at[slot, r], layout=COLUMNS)
         for r in range(saved.rows.shape[2])

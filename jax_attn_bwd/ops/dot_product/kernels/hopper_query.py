@@ -120,7 +120,7 @@ def _kernel(
     def _compute():
         plgpu.set_max_registers(hopper.COMPUTE_REGISTERS, action="increase")
         bounds = load_bounds()
-        # q [block_q, H] and dout [block_q, Hv] stay in shared memory, lse, delta and low in registers
+        # q [block_q, H] and dout [block_q, Hv] stay in shared memory, lse, delta and rounding in registers
         row = (i * wgs + wg) * bq
         here = (b, pl.ds(row, bq), n)
         plgpu.copy_gmem_to_smem(refs.q.at[here], q_tile.at[wg], loaded.at[wg])

@@ -95,7 +95,7 @@ class Saved(NamedTuple):
 
     refs: Inputs
     dout: Any  # [B, N, T, Hv]
-    rows: Any  # float32 [B, N, 2|3, T]: lse in units of the exponent, delta, low where it is kept
+    rows: Any  # float32 [B, N, 2|3, T]: lse in units of the exponent, delta, rounding where it is kept
 
 
 def _prepare(options: KernelOptions, operands: Operands, keys: Any, values: Any, tiling: Tiling):
@@ -144,11 +144,11 @@ def _probabilities_and_dlogits(part: Part, rows, products, dp, mixed: bool, to_v
     Without `dp` p alone. `rows` is the block `[2|3, n]` of `Saved.rows`; dvalues has, with `to_values`, what
     each element adds to the gradients of the floats that the score is handed (8a), else nothing.
     """
-    # p = exp(logits - lse) (2); low is what rounding took from lse
+    # p = exp(logits - lse) (2), with the rounding of lse
     options = part.options
-    lse, delta, *low = (part.vector(rows[i : i + 1, :], 0) for i in range(rows.shape[0]))
+    lse, delta, *rounding = (part.vector(rows[i : i + 1, :], 0) for i in range(rows.shape[0]))
     logits = part.logits(products, mixed)
-    p = logits.exp(lse, (lambda: low[0]) if low else None)
+    p = logits.exp(lse, (lambda: rounding[0]) if rounding else None)
     if logits.before is not None:  # a score may be NaN in rows of padding
         p = jnp.where(lse == jnp.inf, 0.0, p)
     # what dropout lets pass is all that values are multiplied by (5), and all that dp counts (6)
