@@ -59,7 +59,7 @@ def merged(state: State, out: jax.Array, lse: jax.Array, rounding: Any) -> State
     """Adds keys whose attention is (out, lse) to the state: together they weigh as one logit lse."""
     m = lax.stop_gradient(jnp.maximum(state.m, lse))
     shift = finite(m)
-    decay, share = (jnp.exp(state.m - shift), jnp.exp((lse - shift) + (0 if rounding is None else rounding)))
+    decay, share = jnp.exp(state.m - shift), jnp.exp((lse - shift) + (0 if rounding is None else rounding))
     return State(state.acc * decay[..., None] + share[..., None] * out, m, state.l * decay + share)
 
 
