@@ -93,7 +93,7 @@ def pieces_for_rows(x: jax.Array, axis: int, batch: int) -> Pieces | None:
     return Pieces(count) if count > 1 else None
 
 
-class Place(NamedTuple):
+class Destination(NamedTuple):
     """Where a result of the pieces goes.
 
     Attributes:
@@ -109,18 +109,18 @@ class Place(NamedTuple):
     like: jax.Array | None = None
 
 
-def place(x: jax.Array, axis: int | None) -> Place:
+def place(x: jax.Array, axis: int | None) -> Destination:
     """Returns the place of a result that is sharded like `x`."""
-    return Place(axis, explicit_spec(x), like=x)
+    return Destination(axis, explicit_spec(x), like=x)
 
 
-SUM = Place(None)  # every device holds the whole sum
-ALIKE = Place(None, alike=True)
+SUM = Destination(None)  # every device holds the whole sum
+ALIKE = Destination(None, alike=True)
 
 
 def in_places(f: Callable[..., Any], places: Any, *results: Any) -> Any:
     """Maps `f(place, result, ...)` over a tree of places; one place may stand for a branch of results."""
-    return jax.tree.map(f, places, *results, is_leaf=lambda x: isinstance(x, Place))
+    return jax.tree.map(f, places, *results, is_leaf=lambda x: isinstance(x, Destination))
 
 
 def over(
@@ -133,7 +133,7 @@ def over(
       function: computes the results of one piece; on devices it sees the shards of all axes.
       arrays: what the function reads, a tree for each argument.
       axes: which axis of each array is cut; None: it is shared.
-      results: where each result goes, a tree of `Place`.
+      results: where each result goes, a tree of `Destination`.
     """
     if pieces.mesh is None:
         return partial(_side_by_side, pieces, function, arrays, axes, results)

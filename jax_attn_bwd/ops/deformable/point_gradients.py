@@ -18,7 +18,7 @@ from jax_attn_bwd._core.numerics import ceil_div, total
 from jax_attn_bwd._core.products import sum_of_products
 from jax_attn_bwd._core.sharding import full_like_operands
 from jax_attn_bwd.ops.deformable import sampling
-from jax_attn_bwd.ops.deformable.sampling import Corners, Place
+from jax_attn_bwd.ops.deformable.sampling import Corners, Pixels
 from jax_attn_bwd.ops.deformable.spec import Operands, Options
 
 _CHANNELS = 8  # channels that share one read of an index; 4 and 16 are slower
@@ -26,7 +26,7 @@ _CHANNELS = 8  # channels that share one read of an index; 4 and 16 are slower
 PointGrads = tuple[jax.Array | None, jax.Array | None, jax.Array | None]  # dloc_x, dloc_y, da
 
 
-def gradients(wanted: Collection[str], at: Place, weight: jax.Array, d: Sequence[jax.Array]) -> PointGrads:
+def gradients(wanted: Collection[str], at: Pixels, weight: jax.Array, d: Sequence[jax.Array]) -> PointGrads:
     """Returns (dloc_x, dloc_y, da), of the shape of the sampling points; None where not asked.
 
     `d` holds <dout, value> at each pixel of `at`; where the point does not count it may be anything.

@@ -40,7 +40,7 @@ class Location(NamedTuple):
     dy: jax.Array
 
 
-class Place(NamedTuple):
+class Pixels(NamedTuple):
     """The pixels around a sampling point, all of the shape of x; fields as in `Location`."""
 
     counts: jax.Array
@@ -54,7 +54,7 @@ class Place(NamedTuple):
 class Corners(NamedTuple):
     """The corners of all sampling points of all queries and heads; n = B * Q * M."""
 
-    at: Place  # arrays [K, n]
+    at: Pixels  # arrays [K, n]
     weight: jax.Array  # [K, n]
     rows: jax.Array  # int32 [C, K, n], of `value [B * S * M, D]`; B * S * M = outside
 
@@ -96,7 +96,7 @@ def samples(options: Options, operands: Operands, heads_first: bool = False) -> 
     return Samples(*(points_in_front(x, heads_first) for x in points(options, operands)))
 
 
-def places(options: Options, operands: Operands) -> tuple[Place, jax.Array]:
+def places(options: Options, operands: Operands) -> tuple[Pixels, jax.Array]:
     """Returns where all points lie, and their weights, [B, Q, M, K]."""
     found = points(options, operands)
     level = Level(*(x.reshape(1, 1, 1, -1) for x in options.levels()))
@@ -154,7 +154,7 @@ def locate(options: Options, level: Level, x: jax.Array, y: jax.Array) -> Locati
     )
 
 
-def place(options: Options, level: Level, x: jax.Array, y: jax.Array) -> Place:
+def place(options: Options, level: Level, x: jax.Array, y: jax.Array) -> Pixels:
     """Finds the pixels around the point (x, y), 0 to 1, on `level`, and how it lies between them."""
     # which of the four corners are pixels of the level
     at = locate(options, level, x, y)
@@ -170,7 +170,7 @@ def place(options: Options, level: Level, x: jax.Array, y: jax.Array) -> Place:
         under = first + level.width
         corners += [(right & above, first + 1), (left & below, under), (right & below, under + 1)]
     pixels = tuple(jnp.where(seen, index, jnp.int32(outside)) for seen, index in corners)
-    return Place(counts, pixels, at.right, at.below, at.dx, at.dy)
+    return Pixels(counts, pixels, at.right, at.below, at.dx, at.dy)
 
 
 def _coordinate(options: Options, location: jax.Array, size: Any) -> tuple:
@@ -203,7 +203,7 @@ def _floor(x: jax.Array) -> jax.Array:
     return truncated - (x < truncated.astype(x.dtype)).astype(jnp.int32)
 
 
-def shares(at: Place) -> tuple[jax.Array, ...]:
+def shares(at: Pixels) -> tuple[jax.Array, ...]:
     """Returns the bilinear weight of each corner."""
     if len(at.pixels) == 1:
         return (jnp.ones_like(at.right),)
@@ -211,7 +211,7 @@ def shares(at: Place) -> tuple[jax.Array, ...]:
     return above * left, above * at.right, at.below * left, at.below * at.right
 
 
-def scales(at: Place, weight: jax.Array) -> tuple[jax.Array, ...]:
+def scales(at: Pixels, weight: jax.Array) -> tuple[jax.Array, ...]:
     """Returns each corner's share of the weight, 0 where the point is skipped."""
     weight = jnp.where(at.counts, weight, 0)
     return tuple(share * weight for share in shares(at))

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax_attn_bwd._core.products import sum_of_products
 from jax_attn_bwd.ops.deformable import forward, sampling
 from jax_attn_bwd.ops.deformable.plan import Plan, with_all_pixels
-from jax_attn_bwd.ops.deformable.sampling import Place
+from jax_attn_bwd.ops.deformable.sampling import Pixels
 from jax_attn_bwd.ops.deformable.spec import Operands, Options
 
 
@@ -72,7 +72,7 @@ def _of_points(options: Options, operands: Operands, tangents: Operands) -> tupl
 
 
 def _factors(
-    at: Place, weight: jax.Array, dx: jax.Array, dy: jax.Array, da: jax.Array
+    at: Pixels, weight: jax.Array, dx: jax.Array, dy: jax.Array, da: jax.Array
 ) -> tuple[jax.Array, ...]:
     """Returns da share + a dshare of each corner, 0 where the point is skipped."""
     weight, da = (jnp.where(at.counts, x, 0) for x in (weight, da))

@@ -30,7 +30,7 @@ from jax import lax
 from jax_attn_bwd._core import fusion
 from jax_attn_bwd._core.sharding import full_like_operands
 from jax_attn_bwd.ops.deformable import sampling
-from jax_attn_bwd.ops.deformable.sampling import BLOCK, Corners, Location, Place, Samples
+from jax_attn_bwd.ops.deformable.sampling import BLOCK, Corners, Location, Pixels, Samples
 from jax_attn_bwd.ops.deformable.spec import Level, Operands, Options
 
 _GROUP_BYTES = 1 << 24  # of `following`, up to which it may be larger than `dout`
@@ -79,7 +79,7 @@ def at_corners(corners: Corners, operands: Operands, dout: jax.Array, by_pixel: 
     return fusion.barrier(sums.reshape(value.shape))
 
 
-def _add(dvalue: jax.Array, at: Place, scales: Sequence[jax.Array], dout: jax.Array) -> jax.Array:
+def _add(dvalue: jax.Array, at: Pixels, scales: Sequence[jax.Array], dout: jax.Array) -> jax.Array:
     """Adds `scale * dout [B, Q, M, D]` to `dvalue [B, S, M, D]` at each corner; what lies outside is dropped.
 
     For all points, `dout` is `[B, Q, M, 1, D]`. The compiler orders the additions; on a GPU the order
@@ -230,7 +230,7 @@ class Runs(NamedTuple):
     weight: jax.Array
 
 
-class Sums(NamedTuple):
+class RunSums(NamedTuple):
     """Sums of the runs that lead blocks of `Runs`, and blocks of such blocks. C corners."""
 
     cell: jax.Array  # int32 [B, M, n / BLOCK, BLOCK]
@@ -286,7 +286,7 @@ def _of_levels(options: Options, samples: Samples, dout: jax.Array) -> jax.Array
     following = _sum_of_first_run(_at_corners(options, runs, rows), runs.cell)  # [B, M, n, C, D]
     cell, following = _blocks(runs.cell[..., 0]), _blocks(following)
     rest = _all_that_follow(_sum_of_first_run(following, cell), cell[..., 0])
-    sums = Sums(cell, following, cell[..., 0], rest)
+    sums = RunSums(cell, following, cell[..., 0], rest)
 
     # one corner of all pixels after the other, in the same memory
     runs, starts, sums = fusion.barrier((runs, starts, sums))
@@ -414,7 +414,7 @@ def _all_that_follow(rows: jax.Array, cell: jax.Array) -> jax.Array:
 
 
 def _run_of_corner(
-    options: Options, corner: int, runs: Runs, starts: jax.Array, sums: Sums, dout: jax.Array
+    options: Options, corner: int, runs: Runs, starts: jax.Array, sums: RunSums, dout: jax.Array
 ) -> jax.Array:
     """Sums, for each pixel, the samples of the cell that has the pixel for this corner: [B, S, M, D]."""
     # that cell, and where its run begins, [B, S, M]

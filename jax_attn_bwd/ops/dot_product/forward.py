@@ -30,11 +30,11 @@ def forward(plan: Plan, schedule: Tiles, operands: Operands) -> Result:
         sink = sink.astype(accumulator_dtype(w.q.dtype)).reshape(*w.q.shape[-4:-2], 1)
     state = online.initial(w.q, w.v.shape[-1], sink, operands)
     rounds = schedule.product_dtype != state.acc.dtype and plan.rounding_matters
-    sums = _Sums(state, jnp.zeros_like(state.acc) if rounds else None)
+    sums = _RowSums(state, jnp.zeros_like(state.acc) if rounds else None)
 
     # Every tile of keys is folded into its rows; a dead one leaves them as they are.
     def parts(q, _):
-        return _Sums(State({-2: q}, {-1: q}, {-1: q}), {-2: q} if rounds else None)
+        return _RowSums(State({-2: q}, {-1: q}, {-1: q}), {-2: q} if rounds else None)
 
     step, tiles = w.scan(partial(_update, w), parts)
     if tiles is not None:
@@ -50,7 +50,7 @@ def forward(plan: Plan, schedule: Tiles, operands: Operands) -> Result:
     return row_terms.of_forward(operands, plan.has_wide_out, out, out_rounding, lse, rounding)
 
 
-class _Sums(NamedTuple):
+class _RowSums(NamedTuple):
     """Sums of each row that the walk carries."""
 
     state: State
@@ -70,4 +70,4 @@ def _update(w, sums, row, column, *, mixed):
     add = lambda acc, p: acc * decay[..., None] + product("...gts,...sh->...gth", p, v, **block.product)
     if rounding is not None:
         rounding = add(rounding, rounding_of(p, v.dtype))
-    return _Sums(State(add(rows.acc, p.astype(v.dtype)), m, l), rounding)
+    return _RowSums(State(add(rows.acc, p.astype(v.dtype)), m, l), rounding)

@@ -86,7 +86,7 @@ def _vector_last(subscripts: str, x: jax.Array, y: jax.Array, **options: Any) ->
     return moved(found, -3, -1)
 
 
-class _Rows(NamedTuple):
+class _PlaneSoftmax(NamedTuple):
     """The softmax over the plane's own keys, and the sink, `[..., K, G, T|1, S|1]`."""
 
     e: jax.Array  # exp(logits - m)
@@ -95,7 +95,7 @@ class _Rows(NamedTuple):
     empty: jax.Array | None  # rows that attend to nothing; None = there are none
 
 
-def _softmax(plane: Plane, logits: jax.Array) -> _Rows:
+def _softmax(plane: Plane, logits: jax.Array) -> _PlaneSoftmax:
     """Computes the softmax of the rows, and the sink."""
     # Written as `jax.nn.softmax` is: XLA:CPU hands maximum, difference and exponential to one library loop
     # where nothing else reads the maximum, and nothing stands behind it.
@@ -116,8 +116,8 @@ def _softmax(plane: Plane, logits: jax.Array) -> _Rows:
 
     # Rows that attend to nothing: l is 0.
     if plane.live is None:
-        return _Rows(e, m, l, None)
-    return _Rows(e, m, jnp.where(l == 0, 1, l), l == 0)
+        return _PlaneSoftmax(e, m, l, None)
+    return _PlaneSoftmax(e, m, jnp.where(l == 0, 1, l), l == 0)
 
 
 def _greatest_from_least(logits: jax.Array) -> jax.Array:

@@ -150,7 +150,7 @@ class Materialized:
 
 
 @dataclass(frozen=True)
-class _Blocks:
+class _BlockedPlane:
     """A plane that is cut into blocks of rows and columns."""
 
     block_q: int
@@ -162,7 +162,7 @@ class _Blocks:
 
 
 @dataclass(frozen=True)
-class Tiles(_Blocks):
+class Tiles(_BlockedPlane):
     """Tiles one after the other, which add to sums, see `tiles.py`."""
 
     product_dtype: str  # of the factors of matrix products
@@ -176,7 +176,7 @@ class Tiles(_Blocks):
 
 
 @dataclass(frozen=True)
-class Strips(_Blocks):
+class Strips(_BlockedPlane):
     """Blocks of rows or keys against all that they meet, see `strips.py`."""
 
     head_slices: int = 0  # of batch and heads of a device, one axis of strips; 0 = axes of their own

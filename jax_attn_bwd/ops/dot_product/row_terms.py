@@ -39,7 +39,7 @@ def of_backward(
     return heads, layout.split_rows(delta(options, operands, result, dout, dlse), groups)
 
 
-class Rows(NamedTuple):
+class RowTerms(NamedTuple):
     """Values of the rows that the gradients of every element of a row read."""
 
     dout: jax.Array  # [..., K, G, T, Hv]
@@ -47,16 +47,16 @@ class Rows(NamedTuple):
     lse_rounding: jax.Array
     delta: jax.Array
 
-    def map(self, f: Callable[[jax.Array, int], jax.Array]) -> "Rows":
+    def map(self, f: Callable[[jax.Array, int], jax.Array]) -> "RowTerms":
         """Returns `f(x, the axis of the rows)` of each."""
-        return Rows(f(self.dout, -2), *(f(x, -1) for x in self[1:]))
+        return RowTerms(f(self.dout, -2), *(f(x, -1) for x in self[1:]))
 
 
-def in_rows(result: Result, live: Any, dout: jax.Array, delta: jax.Array) -> Rows:
+def in_rows(result: Result, live: Any, dout: jax.Array, delta: jax.Array) -> RowTerms:
     """Lays the rows out; dout and delta, which may be anything in rows that are not `live`, are 0 there."""
     lse, rounding = (layout.split_rows(x, dout.shape[-3]) for x in finite_lse(result))
     dout, delta = in_live_rows(live, dout, delta)
-    return Rows(dout, lse, rounding, delta)
+    return RowTerms(dout, lse, rounding, delta)
 
 
 def in_live_rows(live: Any, dout: jax.Array, delta: jax.Array) -> tuple[jax.Array, jax.Array]:

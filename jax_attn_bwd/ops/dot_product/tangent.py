@@ -72,8 +72,8 @@ def _tiled(plan: Plan, operands: Operands, result: Result, tangents: Operands) -
     # Every tile adds its share to the sums of its rows.
     mu = full_like_operands(rows[0], rows[0].shape, 0, lse.dtype, (operands, moved, rows))
     shape = (*mu.shape, w.v.shape[-1])
-    found = _Sums(jnp.broadcast_to(mu[..., None], shape), mu)
-    step, tiles = w.scan(partial(_added, w, moved, rows), lambda q, _: _Sums._make(({-2: q}, {-1: q})))
+    found = _RowTangents(jnp.broadcast_to(mu[..., None], shape), mu)
+    step, tiles = w.scan(partial(_added, w, moved, rows), lambda q, _: _RowTangents._make(({-2: q}, {-1: q})))
     if tiles is not None:
         found, _ = lax.scan(step, found, tiles)
 
@@ -101,7 +101,7 @@ class _Tangents(NamedTuple):
     args: Any  # of the floats that the score reads
 
 
-class _Sums(NamedTuple):
+class _RowTangents(NamedTuple):
     """Sums that every tile adds to."""
 
     dout: jax.Array  # [..., K, G, T, Hv]
@@ -152,4 +152,4 @@ def _added(w, moved, rows, sums, row, column, *, mixed):
     dout = values(block.dropped(pd).astype(dtype), block.v.astype(dtype))
     if dv is not None:
         dout += values(block.dropped(p).astype(dv.dtype), dv)
-    return _Sums(sums.dout + dout, sums.mu + mu)
+    return _RowTangents(sums.dout + dout, sums.mu + mu)

@@ -68,7 +68,7 @@ def backward(plan: Plan, residuals: Residuals, cotangents: Cotangents) -> dict[s
     t = plan.kind.tables(operands)
 
     # the sums over the edges: a pass by source and, where it is needed, one by destination
-    passes = _Passes.of(plan, plan.kind.needs(t, wanted))
+    passes = _SumsByPass.of(plan, plan.kind.needs(t, wanted))
     if plan.pieces:
         sums = _sums_over_pieces(plan, passes, t, residuals, cotangents, graph)
     else:
@@ -99,7 +99,7 @@ def backward(plan: Plan, residuals: Residuals, cotangents: Cotangents) -> dict[s
     return grads
 
 
-class _Passes(NamedTuple):
+class _SumsByPass(NamedTuple):
     """Which sums are needed, and which pass gives them."""
 
     need: Sums[bool]
@@ -108,7 +108,7 @@ class _Passes(NamedTuple):
     in_parts: bool  # whether what is handed to it stays in the order of the groups
 
     @classmethod
-    def of(cls, plan: Plan, need: Sums[bool]) -> "_Passes":
+    def of(cls, plan: Plan, need: Sums[bool]) -> "_SumsByPass":
         """Decides by what the gradients need."""
         second = need.dst and not plan.one_pass
         in_parts = second and plan.loops.first_groups and not need.handed
@@ -141,7 +141,7 @@ def _zeros(kind: Kind, need: Sums[bool], t: Tables, row: jax.Array, graph: Any, 
 
 
 def _sums_over_pieces(
-    plan: Plan, passes: _Passes, t: Tables, residuals: Residuals, cotangents: Cotangents, graph: Any
+    plan: Plan, passes: _SumsByPass, t: Tables, residuals: Residuals, cotangents: Cotangents, graph: Any
 ) -> Sums[Any]:
     """Sums over the edges, by pieces, where nodes lie on several devices; each sum lies as its operand.
 
@@ -272,7 +272,7 @@ def _share(
     return Sums(*(x if needed else None for x, needed in zip(found, need, strict=True)))
 
 
-class _Read(NamedTuple):
+class _SourceRows(NamedTuple):
     """The rows of nodes and edges that a chunk, in groups by source, reads."""
 
     own: jax.Array  # [(W,) R, H, D], of the sources
@@ -281,14 +281,14 @@ class _Read(NamedTuple):
     seen: jax.Array | None  # [(W,) R, H]
 
 
-def _read(kind: Kind, t: Tables, saved: DestinationRows, chunk: Chunk) -> _Read:
+def _read(kind: Kind, t: Tables, saved: DestinationRows, chunk: Chunk) -> _SourceRows:
     dtype, seen = saved.m.dtype, visible(t, chunk)
     own = kind.to_heads(own_rows(t.src, chunk).astype(dtype))
     dout = shown(rows(saved.dout, chunk.other).astype(dtype), seen)
     edge = None if t.edge is None else kind.to_heads(take(t.edge, chunk.number).astype(dtype))
     edge = None if edge is None else shown(edge, seen)
     dst = shown(rows(t.dst, chunk.other).astype(dtype), seen)
-    return _Read(own, Rows(own, dst, edge), dout, seen)
+    return _SourceRows(own, Rows(own, dst, edge), dout, seen)
 
 
 def _gradient_of_scores(
@@ -297,7 +297,7 @@ def _gradient_of_scores(
     saved: DestinationRows,
     delta: Callable[[jax.Array], jax.Array] | None,
     chunk: Chunk,
-    read: _Read,
+    read: _SourceRows,
     p: jax.Array,
     z: jax.Array | None,
 ) -> jax.Array:

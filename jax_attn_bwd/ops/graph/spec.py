@@ -134,21 +134,21 @@ class EdgeKeywords(TypedDict, total=False):
     implementation: Implementation | None
 
 
-class _Keywords(EdgeKeywords, DropoutKeywords, total=False):
+class _GraphKeywords(EdgeKeywords, DropoutKeywords, total=False):
     num_heads: Required[int]
     edge: Array | None
     concat_heads: bool
     dropout_mask: Array | None
 
 
-class GraphAttentionKeywords(_Keywords, total=False):
+class GraphAttentionKeywords(_GraphKeywords, total=False):
     """Keywords of `graph_attention` and `_v2` beside those that change what they return."""
 
     activation: Activation
     alpha: float
 
 
-class GraphTransformerAttentionKeywords(_Keywords, total=False):
+class GraphTransformerAttentionKeywords(_GraphKeywords, total=False):
     """Keywords of `graph_transformer_attention` beside those that change what it returns."""
 
     num_kv_heads: int | None

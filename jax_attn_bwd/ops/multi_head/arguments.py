@@ -27,7 +27,7 @@ _SHAPES = {
 _WIDTHS = {"query_kernel": "query", "key_kernel": "key", "value_kernel": "value"}
 
 
-class _Size(NamedTuple):
+class _NamedSize(NamedTuple):
     """A size and where it comes from."""
 
     value: Any
@@ -146,12 +146,12 @@ def _params(operator: str, params: Any) -> MultiHeadAttentionParams:
     return MultiHeadAttentionParams(**checked)
 
 
-def _sizes(operator: str, params, operands: Operands, num_heads: Any) -> dict[str, _Size]:
+def _sizes(operator: str, params, operands: Operands, num_heads: Any) -> dict[str, _NamedSize]:
     """Returns the size of every shape letter; raises where two sources disagree."""
-    sizes: dict[str, _Size] = {}
+    sizes: dict[str, _NamedSize] = {}
 
     def settle(letter: str, value: Any, source: str) -> None:
-        known = sizes.setdefault(letter, _Size(value, source))
+        known = sizes.setdefault(letter, _NamedSize(value, source))
         if known.value != value:
             expected = f"have {letter} = {known.value}, as {known.source}"
             raise ValueError(checks.message(operator, source, expected, value))
@@ -183,13 +183,13 @@ def _sizes(operator: str, params, operands: Operands, num_heads: Any) -> dict[st
     if "N" not in sizes:
         expected = "be given where neither query nor the output is projected"
         raise ValueError(checks.message(operator, "num_heads", expected, None))
-    K = sizes.setdefault("K", _Size(1, "one key head for all queries")).value
+    K = sizes.setdefault("K", _NamedSize(1, "one key head for all queries")).value
     N = sizes["N"].value
     if K < 1 or N % K:
         expected = "be a positive multiple of the key heads K"
         remedy = f"{sizes['K'].source} has K = {K}"
         raise ValueError(checks.message(operator, "query heads N", expected, N, remedy))
-    sizes.setdefault("Eo", _Size(N * sizes["Hv"].value, "heads * value size"))
+    sizes.setdefault("Eo", _NamedSize(N * sizes["Hv"].value, "heads * value size"))
     return sizes
 
 

@@ -42,7 +42,7 @@ from jax_attn_bwd._core import mosaic_gpu, pallas
 from jax_attn_bwd._core.numerics import ceil_div
 from jax_attn_bwd.ops.deformable import point_gradients, sampling
 from jax_attn_bwd.ops.deformable.plan import Plan
-from jax_attn_bwd.ops.deformable.sampling import Location, Place
+from jax_attn_bwd.ops.deformable.sampling import Location, Pixels
 from jax_attn_bwd.ops.deformable.spec import (
     Level,
     MultiScaleDeformableAttentionGrads,
@@ -276,7 +276,7 @@ def _products(
     interpret: bool,
     level: Level,
     at: Location,
-    place: Place,
+    place: Pixels,
     value: jax.Array,
     rows: jax.Array,
 ) -> tuple[jax.Array, ...]:

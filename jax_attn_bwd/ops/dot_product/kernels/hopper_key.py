@@ -85,7 +85,7 @@ def _scratch(tiling: Tiling, saved: Saved, sums: int, fused: bool, interpret: bo
     return shared
 
 
-class Block(NamedTuple):
+class KeyBlock(NamedTuple):
     """The call as the warpgroups of a block know it, and where the block is."""
 
     options: KernelOptions
@@ -123,7 +123,7 @@ class Block(NamedTuple):
         return self.head * g + lax.rem(step, g), lax.div(step, g)
 
 
-def _load(block: Block) -> None:
+def _load(block: KeyBlock) -> None:
     """Runs the loading warpgroup: q, its row values and tokens, and dout of each step."""
     # where the queries of a step are: a query head, and block_q rows
     plgpu.set_max_registers(hopper.LOAD_REGISTERS, action="decrease")
@@ -236,14 +236,14 @@ def _kernel(
     groups, key_head = saved.refs.q.shape[2] // saved.refs.k.shape[2], head
     if not {"key", "value"} & {*names}:
         key_head, groups = lax.div(head, jnp.int32(groups)), 1
-    block = Block(options, tiling, names, saved, Shared(**scratch), b, head, key_head, j, groups)
+    block = KeyBlock(options, tiling, names, saved, Shared(**scratch), b, head, key_head, j, groups)
     # the last warpgroup loads, the others compute, block_k keys each
     wgs = tiles.COMPUTE_WARPGROUPS
     pl.when(wg == wgs)(partial(_load, block))
     pl.when(wg < wgs)(partial(_compute, block, wg, results))
 
 
-def _compute(block: Block, wg: Any, results: tuple[Any, ...]) -> None:
+def _compute(block: KeyBlock, wg: Any, results: tuple[Any, ...]) -> None:
     """Runs a computing warpgroup: sums over all steps for its block_k keys, and writes them."""
     # k [block_k, H] and v [block_k, Hv] stay in shared memory
     plgpu.set_max_registers(hopper.COMPUTE_REGISTERS, action="increase")
@@ -282,7 +282,7 @@ def _compute(block: Block, wg: Any, results: tuple[Any, ...]) -> None:
     plgpu.wait_smem_to_gmem(0)
 
 
-def _step(block: Block, wg, bounds: Any, column, dq_ref, accs: dict[str, Any], step, totals):
+def _step(block: KeyBlock, wg, bounds: Any, column, dq_ref, accs: dict[str, Any], step, totals):
     """Adds a tile of queries to `accs`, and to the sums `totals`, which it returns."""
     # where the step is: a place of the rings, a query head and block_q rows
     shared, names, (bq, bk) = block.shared, block.names, (block.tiling.block_q, block.tiling.block_k)
@@ -307,7 +307,7 @@ def _step(block: Block, wg, bounds: Any, column, dq_ref, accs: dict[str, Any], s
 
     # dx^T (10), [block_k, block_q], and what it adds to the sums over queries
     acc = plgpu.ACC((bk, bq), jnp.float32)
-    place = _Place(bounds, t, tile, mine, slot)
+    place = _LoopPosition(bounds, t, tile, mine, slot)
     dx, added = pl.run_scoped(partial(_dx, block, place, add_dv if "value" in names else None), acc, acc)
     totals = [total + x.sum(axis=1) for total, x in zip(totals, added, strict=True)]
     if not accs:
@@ -332,7 +332,7 @@ def _step(block: Block, wg, bounds: Any, column, dq_ref, accs: dict[str, Any], s
     return totals
 
 
-class _Place(NamedTuple):
+class _LoopPosition(NamedTuple):
     """The place of a computing warpgroup in its loop."""
 
     bounds: Any
@@ -343,7 +343,7 @@ class _Place(NamedTuple):
 
 
 def _dx(
-    block: Block, place: _Place, add_dv: Callable[[jax.Array], None] | None, s_acc: Any, dp_acc: Any
+    block: KeyBlock, place: _LoopPosition, add_dv: Callable[[jax.Array], None] | None, s_acc: Any, dp_acc: Any
 ) -> tuple[jax.Array | None, list[jax.Array]]:
     """Returns (dx of a tile, for a bias without the slope of the soft cap; what it adds to the sums).
 

@@ -37,10 +37,10 @@ from jax_attn_bwd.ops.dot_product.kernels import tpu_tiles as tiles
 from jax_attn_bwd.ops.dot_product.kernels.inputs import Inputs
 from jax_attn_bwd.ops.dot_product.kernels.tile_flags import tile_flags
 from jax_attn_bwd.ops.dot_product.kernels.tpu_tiles import (
-    Part,
     PlaneSides,
     Schedule,
     Step,
+    TilePart,
     Tiling,
     every_tile,
     product,
@@ -138,7 +138,7 @@ def _cut_value(x: Any, side: int | None, where: slice, tiling: Tiling, T: int) -
     return x[..., where.start * tiling.block_q : where.stop * tiling.block_q] if side == 0 else x
 
 
-def _probabilities_and_dlogits(part: Part, rows, products, dp, mixed: bool, to_values: bool = False):
+def _probabilities_and_dlogits(part: TilePart, rows, products, dp, mixed: bool, to_values: bool = False):
     """Computes (p with dropout applied (5), dlogits (8a), dx (10), dvalues) of a part.
 
     Without `dp` p alone. `rows` is the block `[2|3, n]` of `Saved.rows`; dvalues has, with `to_values`, what
@@ -381,7 +381,7 @@ def _kernel(call: _Call, tree, order, locate, keys, steps, *refs) -> None:
         for ref in of_tile.values():
             ref[...] = jnp.zeros(ref.shape, jnp.float32)
         parts = [
-            Part(call.options, given, sides, tiling, step, slices, True, call.first * tiling.block_q)
+            TilePart(call.options, given, sides, tiling, step, slices, True, call.first * tiling.block_q)
             for slices in tiling.parts()
         ]
         stages = (
@@ -419,7 +419,7 @@ def _kernel(call: _Call, tree, order, locate, keys, steps, *refs) -> None:
                 out[...] = total.astype(out.dtype)
 
 
-def _products(dout_ref, with_dp: bool, part: Part, _: Any) -> tuple:
+def _products(dout_ref, with_dp: bool, part: TilePart, _: Any) -> tuple:
     """Computes (k q^T, v dout^T or None) of a part, `[keys, queries]`."""
     options, refs = part.options, part.refs
     queries, keys = part.slices
@@ -429,7 +429,7 @@ def _products(dout_ref, with_dp: bool, part: Part, _: Any) -> tuple:
     return products, product(options, refs.v[keys, :], dout_ref[queries, :], (1, 1))
 
 
-def _elements(rows_ref, mixed: bool, lines: list[str], part: Part, given: tuple) -> tuple:
+def _elements(rows_ref, mixed: bool, lines: list[str], part: TilePart, given: tuple) -> tuple:
     """Returns (p, what is summed in `lines`, dx): what is multiplied is in the type of the operands."""
     products, dp = given
     of_scores = [name for name in lines if name != "bias"]
@@ -441,7 +441,7 @@ def _elements(rows_ref, mixed: bool, lines: list[str], part: Part, given: tuple)
     return p.astype(dtype), summed, None if dx is None else dx.astype(dtype)
 
 
-def _add(dout_ref, sums, lines, row, g, part: Part, given: tuple) -> None:
+def _add(dout_ref, sums, lines, row, g, part: TilePart, given: tuple) -> None:
     """Adds the share of a part of the tile to every sum."""
     # the blocks of the part: q, dout [queries, H|Hv], k [keys, H]; p and dx are [keys, queries]
     options, refs = part.options, part.refs
@@ -536,7 +536,7 @@ def _bias_kernel(
     def visit(mixed):
         given = tiles.spread_bands(inputs, sides, bands, mixed)
         for queries, keys in tiling.parts():
-            part = Part(options, given, sides, tiling, step, (queries, keys))
+            part = TilePart(options, given, sides, tiling, step, (queries, keys))
             q, k, v = inputs.q[queries, :], inputs.k[keys, :], inputs.v[keys, :]
             products = product(options, q, k, (1, 1))
             dp = product(options, dout_ref[queries, :], v, (1, 1))

@@ -32,10 +32,10 @@ from jax_attn_bwd.ops.dot_product.kernels import tpu_tiles as tiles
 from jax_attn_bwd.ops.dot_product.kernels.inputs import LN_2, Inputs, is_plain
 from jax_attn_bwd.ops.dot_product.kernels.tile_flags import tile_flags
 from jax_attn_bwd.ops.dot_product.kernels.tpu_tiles import (
-    Part,
     PlaneSides,
     Schedule,
     Step,
+    TilePart,
     Tiling,
     product,
     schedule,
@@ -141,7 +141,8 @@ def _kernel(
     def visit(mixed):
         given = tiles.spread_bands(inputs, sides, bands, mixed)
         parts = [
-            Part(options, given, sides, tiling, step, slices, transposed=True) for slices in tiling.parts()
+            TilePart(options, given, sides, tiling, step, slices, transposed=True)
+            for slices in tiling.parts()
         ]
         keeps_rounding = len(outputs) == len(Result._fields)
         stages = _products, partial(_weights, mixed, keeps_rounding, m_ref, l_ref), partial(_add, acc_ref)
@@ -155,13 +156,13 @@ def _kernel(
         _finish(options, inputs, step, tiling, outputs, m_ref, l_ref, acc_ref)
 
 
-def _products(part: Part, _: Any) -> jax.Array:
+def _products(part: TilePart, _: Any) -> jax.Array:
     """Multiplies k q^T of a part, `[keys, queries]`."""
     queries, keys = part.slices
     return product(part.options, part.refs.k[keys, :], part.refs.q[queries, :], (1, 1))
 
 
-def _weights(mixed: bool, keeps_rounding: bool, m_ref, l_ref, part: Part, products: jax.Array) -> tuple:
+def _weights(mixed: bool, keeps_rounding: bool, m_ref, l_ref, part: TilePart, products: jax.Array) -> tuple:
     """Returns (numbers that add up to the weights of the part's values, what earlier sums are multiplied by).
 
     Folds the part into the maxima and sums of its queries; m is in units of the exponent if plain.
@@ -189,7 +190,7 @@ def _weights(mixed: bool, keeps_rounding: bool, m_ref, l_ref, part: Part, produc
     return [narrow, rounding_between(p, narrow)] if keeps_rounding else [narrow], decay
 
 
-def _add(acc_ref, part: Part, given: tuple) -> None:
+def _add(acc_ref, part: TilePart, given: tuple) -> None:
     """Adds a part's weighted values to the sums of its queries."""
     p, decay = given
     queries, keys = part.slices

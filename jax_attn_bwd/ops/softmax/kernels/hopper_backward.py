@@ -11,7 +11,14 @@ import jax.numpy as jnp
 
 from jax_attn_bwd._core import mosaic_gpu, pallas
 from jax_attn_bwd.ops.softmax.kernels import rules as kernel_rules
-from jax_attn_bwd.ops.softmax.kernels.hopper_forward import Block, Tiling, collapse, padded_width, run, view
+from jax_attn_bwd.ops.softmax.kernels.hopper_forward import (
+    RowBlock,
+    Tiling,
+    collapse,
+    padded_width,
+    run,
+    view,
+)
 from jax_attn_bwd.ops.softmax.plan import Plan
 from jax_attn_bwd.ops.softmax.spec import Residuals
 
@@ -40,7 +47,7 @@ def _dx(scale: float, interpret: bool, y: jax.Array, dy: jax.Array) -> jax.Array
     return dx.reshape(*y.shape[:-1], width)[..., : y.shape[-1]]
 
 
-def _kernel(scale: float, block: Block) -> None:
+def _kernel(scale: float, block: RowBlock) -> None:
     """Computes dx of the rows of a block."""
     tiling = block.tiling
 

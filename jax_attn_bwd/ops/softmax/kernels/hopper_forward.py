@@ -174,7 +174,7 @@ def view(x: jax.Array, groups: Groups) -> jax.Array:
     return x.reshape(*x.shape[:-1], -1, _SEGMENT) if width > NARROW else x
 
 
-class Block:
+class RowBlock:
     """A block of the grid, inside a kernel: copies of its tiles, their pieces, reductions over a row.
 
     Attributes:
@@ -372,7 +372,12 @@ def _blocks(tiling: Tiling, rows: Sequence[int]) -> list[int]:
 
 
 def run(
-    body: Callable[[Block], None], name: str, arrays: Sequence[jax.Array], *, tiling: Tiling, interpret: bool
+    body: Callable[[RowBlock], None],
+    name: str,
+    arrays: Sequence[jax.Array],
+    *,
+    tiling: Tiling,
+    interpret: bool,
 ) -> jax.Array:
     """Calls `body` for every block; the result has the type of the first of the `arrays`, which are views."""
     # shared memory for the tiles of each array; of one that all rows share, a row for each piece
@@ -395,7 +400,7 @@ def run(
     def kernel(*refs):
         n = len(arrays)
         inputs, output, places, rest = refs[:n], refs[n], refs[n + 1 : 2 * n + 1], refs[2 * n + 1 :]
-        body(Block(tiling, rows, inputs, output, places, rest))
+        body(RowBlock(tiling, rows, inputs, output, places, rest))
 
     # a block for each row of wide rows, or each tile of narrow ones
     call = launch(
@@ -451,7 +456,7 @@ def _softmax(options: Options, interpret: bool, x: jax.Array, planes: dict) -> j
     return y.reshape(*row_axes, padded)[..., :width]
 
 
-def _kernel(options: Options, width: int, where: dict[str, int], has_rows: bool, block: Block) -> None:
+def _kernel(options: Options, width: int, where: dict[str, int], has_rows: bool, block: RowBlock) -> None:
     """Computes y of the rows of a block.
 
     `where` numbers the planes; `has_rows`: the last row axis is x's axis -2, which has rows.
