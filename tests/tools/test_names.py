@@ -8,15 +8,7 @@ import jax_attn_bwd
 
 ROOT = Path(jax_attn_bwd.__file__).parent
 # what every operator has, under the name that all have it by
-OF_EVERY_OPERATOR = {
-    "Plan", "Options", "Operands", "Residuals", "Result", "Wanted", "Tiling", "Inputs", "Call",
-}  # fmt: skip
-    "Plan",
-    "Options",
-    "Operands",
-    "Residuals",
-    "Result",
-    "Wanted",
+OF_EVERY_OPERATOR = {"Plan", "Options", "Operands", "Residuals", "Result", "Wanted"} | {
     "Tiling",
     "Inputs",
     "Call",
