@@ -22,7 +22,7 @@ def accumulator_dtype(dtype: Any) -> jnp.dtype:
 
 
 def ceil_div(n: Any, size: Any) -> Any:
-    """Returns the number of pieces of `size` that cover `n`; either may be symbolic."""
+    """Returns the number of blocks of `size` that cover `n`; either may be symbolic."""
     return -(-n // size)
 
 
@@ -103,10 +103,10 @@ def saturated(x: jax.Array, least: int = -(2**31), greatest: int = 2**31 - 1) ->
 def ranks(one: jax.Array, other: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns two rows of integers `[..., length]` as int32 that are ordered, and equal, as they are."""
     row = jnp.concatenate([one, other], -1)
-    values, place = lax.sort((row, lax.broadcasted_iota(jnp.int32, row.shape, row.ndim - 1)), num_keys=1)
+    values, position = lax.sort((row, lax.broadcasted_iota(jnp.int32, row.shape, row.ndim - 1)), num_keys=1)
     is_new = jnp.concatenate([jnp.zeros_like(values[..., :1], bool), values[..., 1:] != values[..., :-1]], -1)
     number = jnp.cumsum(is_new, -1, dtype=jnp.int32)
-    _, number = lax.sort((place, number), num_keys=1)
+    _, number = lax.sort((position, number), num_keys=1)
     return number[..., : one.shape[-1]], number[..., one.shape[-1] :]
 
 

@@ -41,7 +41,7 @@ def point_by_point(options: Options, operands: Operands, dout: jax.Array) -> jax
 
     def add_point(dvalue, point):
         level, (x, y, weight) = point
-        at = sampling.place(options, level, x, y)
+        at = sampling.pixels_around(options, level, x, y)
         at, scales = fusion.barrier((at, sampling.scales(at, weight)))
         return _add(dvalue, at, scales, dout), None
 
@@ -53,7 +53,7 @@ def point_by_point(options: Options, operands: Operands, dout: jax.Array) -> jax
 
 def in_any_order(options: Options, operands: Operands, dout: jax.Array) -> jax.Array:
     """Returns `dvalue [B, S, M, D]` from `dout [B, Q, M, D]`, added up in the order of the moment."""
-    at, weight = sampling.places(options, operands)
+    at, weight = sampling.all_pixels(options, operands)
     value = operands.value
     zeros = full_like_operands(value, value.shape, 0, dout.dtype, (operands, dout))
     return _add(zeros, at, sampling.scales(at, weight), dout[:, :, :, None])
@@ -120,8 +120,8 @@ class Pairs(NamedTuple):
     upper: jax.Array  # int32: left pixel, padding counted; past the end = outside
     lower: jax.Array
     weight: jax.Array
-    right: jax.Array  # the right pixel's share
-    below: jax.Array  # the lower pair's share
+    right: jax.Array  # the right pixel's fraction
+    below: jax.Array  # the lower pair's fraction
 
 
 def in_pairs(options: Options, size: int, operands: Operands, dout: jax.Array) -> jax.Array:
@@ -192,11 +192,11 @@ def _add_pairs(dvalue: jax.Array, pairs: Pairs, rows: jax.Array) -> jax.Array:
 
     # point by point, to the upper and to the lower pair
     def add_point(dvalue, point):
-        for start, share in (
+        for start, fraction in (
             (point.upper, (1 - point.below) * point.weight),
             (point.lower, point.below * point.weight),
         ):
-            left, right = ((1 - point.right) * share)[:, None], (point.right * share)[:, None]
+            left, right = ((1 - point.right) * fraction)[:, None], (point.right * fraction)[:, None]
             pair = jnp.where(is_left, left, right) * twice
             dvalue = _add_rows(dvalue, start[:, None], pair)
         return dvalue, None
@@ -269,9 +269,9 @@ def _groups(options: Options, dout: jax.Array) -> Iterator[slice]:
     is_known, first, points = all(isinstance(n, int) for n in dout.shape), 0, 0
     for level, more in enumerate(options.num_points):
         points += more
-        share = points * _corners(options) / BLOCK  # of the size of dout
-        is_small = is_known and share * dout.size * dout.dtype.itemsize <= _GROUP_BYTES
-        if level > first and share > 2 and not is_small:
+        growth = points * _corners(options) / BLOCK  # of the size of dout
+        is_small = is_known and growth * dout.size * dout.dtype.itemsize <= _GROUP_BYTES
+        if level > first and growth > 2 and not is_small:
             yield slice(first, level)
             first, points = level, more
     yield slice(first, len(options.num_points))
@@ -362,13 +362,13 @@ def _cells(options: Options, samples: Samples) -> tuple[int, Location, jax.Array
     return sum(sizes), at._replace(right=right, below=below), cell
 
 
-def _in_cell(index: jax.Array, share: jax.Array, between: Any) -> tuple[jax.Array, jax.Array]:
+def _in_cell(index: jax.Array, fraction: jax.Array, between: Any) -> tuple[jax.Array, jax.Array]:
     """Places a point on an axis of cells: one clamped onto the first pixel ends the cell before.
 
     It has no part in the next pixel.
     """
     alone = ~jnp.asarray(between) & (index == 0)
-    return jnp.where(alone, -1, index), jnp.where(alone, 1, share)
+    return jnp.where(alone, -1, index), jnp.where(alone, 1, fraction)
 
 
 def _at_corners(options: Options, runs: Runs, rows: jax.Array) -> jax.Array:

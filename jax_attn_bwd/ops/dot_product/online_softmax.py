@@ -1,13 +1,13 @@
-"""The online softmax: keys arrive in pieces, and each row keeps the maximum and the sums so far.
+"""The online softmax: keys arrive in blocks, and each row keeps the maximum and the sums so far.
 
-With m the greatest logit of a row so far, over pieces in any order:
+With m the greatest logit of a row so far, over blocks in any order:
 
     m'   = max(m, max_s logits_s)
     l'   = l   exp(m - m') + sum_s exp(logits_s - m')
     acc' = acc exp(m - m') + sum_s exp(logits_s - m') v_s
     at the end   out = acc / l,   lse = m + log l
 
-A piece is a tile of keys, the keys of a device of a ring, or the rows that the layer appends; one whose
+A block is a tile of keys, the keys of a device of a ring, or the rows that the layer appends; one whose
 attention (out, lse) is known counts as a single logit lse with the value out. A sink is one more logit
 without a value: it starts the row at m = sink, l = 1.
 
@@ -59,8 +59,8 @@ def merged(state: State, out: jax.Array, lse: jax.Array, rounding: Any) -> State
     """Adds keys whose attention is (out, lse) to the state: together they weigh as one logit lse."""
     m = lax.stop_gradient(jnp.maximum(state.m, lse))
     shift = finite(m)
-    decay, share = jnp.exp(state.m - shift), jnp.exp((lse - shift) + (0 if rounding is None else rounding))
-    return State(state.acc * decay[..., None] + share[..., None] * out, m, state.l * decay + share)
+    decay, factor = jnp.exp(state.m - shift), jnp.exp((lse - shift) + (0 if rounding is None else rounding))
+    return State(state.acc * decay[..., None] + factor[..., None] * out, m, state.l * decay + factor)
 
 
 def finished(state: State, may_be_empty: bool = True) -> tuple[jax.Array, jax.Array, jax.Array]:

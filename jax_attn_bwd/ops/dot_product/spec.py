@@ -101,9 +101,9 @@ class Operands(NamedTuple):
         for name, letters in AXES.items():
             x = self.array(name)
             if x is not None and axis in letters:
-                place = x.ndim - len(letters) + letters.index(axis)
-                if place >= 0 and x.shape[place] != 1:
-                    found[name] = place
+                index = x.ndim - len(letters) + letters.index(axis)
+                if index >= 0 and x.shape[index] != 1:
+                    found[name] = index
         return found
 
     def arrays_with_batch(self) -> frozenset[str]:

@@ -167,13 +167,13 @@ def _sums_over_pieces(
     # each sum of a pass goes to the devices of its operand; those without one to every device
     value = operands.src if operands.value is None else operands.value
     like = {"message": value, "src": operands.src, "dst": operands.dst}
-    place = lambda name: split.place(like[name], None) if name in like else split.SUM
+    spec = lambda name: split.out_spec(like[name], None) if name in like else split.SUM
     needed = passes.by_source._asdict().items()
-    places = Sums(**{name: place(name) if is_needed else None for name, is_needed in needed})
-    sums = placement.over_pieces(pieces, graph, "by_source", source_pass, (t, saved), places)
+    specs = Sums(**{name: spec(name) if is_needed else None for name, is_needed in needed})
+    sums = placement.over_pieces(pieces, graph, "by_source", source_pass, (t, saved), specs)
     if passes.second:
         shared = t, sums.handed, saved.m
-        found = placement.over_pieces(pieces, graph, "by_destination", destination_pass, shared, place("dst"))
+        found = placement.over_pieces(pieces, graph, "by_destination", destination_pass, shared, spec("dst"))
         sums = sums._replace(dst=found)
     return sums
 

@@ -127,10 +127,10 @@ def _sums_over_pieces(plan: Plan, graph: BipartiteCSC, read: tuple[Tables, jax.A
     part = replace(plan, options=replace(plan.options, return_weights=False))
 
     # out and l, shares of each piece, go to the devices of their nodes; m is alike on all
-    sums, by_node = partial(_sums, part, mesh_axes=pieces.names), split.place(like, None)
-    places: Any = {"out": by_node, "m": split.ALIKE, "l": by_node, "weights": None}
+    sums, by_node = partial(_sums, part, mesh_axes=pieces.names), split.out_spec(like, None)
+    specs: Any = {"out": by_node, "m": split.ALIKE, "l": by_node, "weights": None}
     out, m, l, _ = placement.over_pieces(
-        pieces, graph, "by_destination", sums, (t, heads), _EdgeSums(**places)
+        pieces, graph, "by_destination", sums, (t, heads), _EdgeSums(**specs)
     )
     positive = jnp.where(l == 0, 1, l)
     out, like_rows = out / positive[..., None], reshard_like(m, l, (0, 1))
@@ -139,8 +139,8 @@ def _sums_over_pieces(plan: Plan, graph: BipartiteCSC, read: tuple[Tables, jax.A
 
     # the weights, of each piece's edges, are put together on every device
     shared = t, m, placement.unsharded_rows(positive)
-    run, place = partial(_weights, plan), split.Destination(0)
-    found = placement.over_pieces(pieces, graph, "by_destination", run, shared, place)
+    run, spec = partial(_weights, plan), split.OutSpec(0)
+    found = placement.over_pieces(pieces, graph, "by_destination", run, shared, spec)
     zeros = full_like_operands(heads.sum(-1), (graph.capacity, plan.options.num_heads), 0, l.dtype, ())
     weights = loops.put(zeros, *map(placement.unsharded_rows, found))
     return _EdgeSums(out, like_rows, l, weights)

@@ -103,9 +103,9 @@ def _sums_over_pieces(
     (saved, out), pieces = read, plan.pieces
     assert pieces is not None  # else there are no pieces
     shared = saved.unsharded(), out.sum(0, keepdims=True)
-    by_node = split.place(out, None)
-    places = _TangentSums(by_node, by_node, split.SUM if plan.options.return_weights else None)
-    return placement.over_pieces(pieces, graph, "by_destination", partial(_sums, plan), shared, places)
+    by_node = split.out_spec(out, None)
+    specs = _TangentSums(by_node, by_node, split.SUM if plan.options.return_weights else None)
+    return placement.over_pieces(pieces, graph, "by_destination", partial(_sums, plan), shared, specs)
 
 
 class _TangentSums(NamedTuple):

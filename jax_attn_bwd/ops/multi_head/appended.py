@@ -110,8 +110,8 @@ def attend(
 
     # the keys' share of the output, and the rows' own, [..., K, G, T, Hv]
     p = jnp.exp((x - total[..., None]) - total_rounding[..., None])
-    share = jnp.exp(((lse - total) - total_rounding) + rounding)[..., None]
-    out = share * engine.split_heads(result.widest_out(), rows.query.shape[-3]).astype(rows.keys.dtype)
+    factor = jnp.exp(((lse - total) - total_rounding) + rounding)[..., None]
+    out = factor * engine.split_heads(result.widest_out(), rows.query.shape[-3]).astype(rows.keys.dtype)
     out = out + _over_rows(options, rows.dropped(p), rows.values)
     out, is_kept = engine.merge_heads(out), result.wide_out is not None
     wide = out if is_kept or engine.rounding_matters(options.attention, inner) else None

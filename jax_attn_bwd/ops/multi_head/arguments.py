@@ -134,11 +134,11 @@ def _params(operator: str, params: Any) -> MultiHeadAttentionParams:
             checks.rank(operator, f"params.{name}", x, f"[{names}]", len(letters), remedy=remedy)
 
     # which of them need one another
-    for piece in ("query", "key", "value", "out"):
-        if f"{piece}_bias" in checked and f"{piece}_kernel" not in checked:
-            expected = f"be None where params.{piece}_kernel is None"
-            got = f"shape {checked[f'{piece}_bias'].shape}"
-            raise ValueError(checks.message(operator, f"params.{piece}_bias", expected, got))
+    for side in ("query", "key", "value", "out"):
+        if f"{side}_bias" in checked and f"{side}_kernel" not in checked:
+            expected = f"be None where params.{side}_kernel is None"
+            got = f"shape {checked[f'{side}_bias'].shape}"
+            raise ValueError(checks.message(operator, f"params.{side}_bias", expected, got))
     for one, other in (("bias_k", "bias_v"), ("bias_v", "bias_k")):
         if one in checked and other not in checked:
             expected = f"be given together with params.{one}: together they are one key and its value"

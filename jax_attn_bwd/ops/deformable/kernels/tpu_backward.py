@@ -66,7 +66,7 @@ def _gradients(options: Options, interpret: bool, asked: Wanted, *arrays: jax.Ar
             on = next(on_levels)
             results = _of_level(options, interpret, wanted, on, value, rows)
             if wanted & _POINTS:
-                at = sampling.place(options, on.level, on.x, on.y)
+                at = sampling.pixels_around(options, on.level, on.x, on.y)
                 outside = value.shape[1]
                 d = [jnp.where(n < outside, x, 0) for n, x in zip(at.pixels, results.pop("d"), strict=False)]
                 points.append(point_gradients.gradients(wanted, at, on.weight, d))  # (5) to (7)
@@ -185,12 +185,12 @@ def _kernel(cut: LevelCut, channels: int, names: tuple[str, ...], *all_refs: Any
 
 def _value_gradient(cut: LevelCut, channels: int, of: LevelSamples, refs: dict[str, Any]) -> Any:
     """Prepares (8), and returns its step: to add S dout^T to the gradient of a strip."""
-    # the shares of columns, the same for all strips: [P, width, TILE]
+    # the fractions of columns, the same for all strips: [P, width, TILE]
     across, matrix, sums, dout, dvalue = (refs[n] for n in ("across", "matrix", "sums", "dout", "dvalue"))
     is_unfit = refs["flags"][pl.program_id(0), pl.program_id(1)] != 0
     parts = sums.shape[1] // channels
     for p in range(of.row.shape[0]):
-        across[p] = hat.share(of.column[p : p + 1], of.right[p : p + 1], cut.width)
+        across[p] = hat.fraction(of.column[p : p + 1], of.right[p : p + 1], cut.width)
 
     # the gradient is a sum over the tiles of queries: it begins with the first
     @pl.when(pl.program_id(2) == 0)

@@ -4,12 +4,12 @@ Bilinear sampling is linear in the value. The samples k of a query on a level gi
 
     S[(y, x), q] = sum over k of weight_k down_k(y) across_k(x)
 
-with shares down_k and across_k that are 0 but at two rows and two columns (one, where a coordinate is clamped
-or rounded). The output is value^T S, and the gradient of the value S dout^T: products for the matrix unit,
-where XLA's gather takes 9 to 18 bundles of instructions for each pixel it reads, its scatter 8 to 14.
+with fractions down_k and across_k that are 0 but at two rows and two columns (one, where a coordinate is
+clamped or rounded). The output is value^T S, and the gradient of the value S dout^T: products for the matrix
+unit, where XLA's gather takes 9 to 18 bundles of instructions for each pixel it reads, its scatter 8 to 14.
 
-Queries lie along lanes: the share of a row of pixels is then a row of a register for all its columns, and an
-entry of S takes one multiplication and one addition for each sample. Pixels come in strips of whole rows;
+Queries lie along lanes: the fraction of a row of pixels is then a row of a register for all its columns, and
+an entry of S takes one multiplication and one addition for each sample. Pixels come in strips of whole rows;
 those strips that no sample of a tile of queries lies in are passed over.
 
 A number of float32 is the sum of three of bfloat16, which the matrix unit multiplies exactly. Products of
@@ -61,7 +61,7 @@ class LevelSamples(NamedTuple):
 
     row: jax.Array  # a whole number, of the upper left corner; `_NOWHERE` where a sample does not count
     column: jax.Array
-    below: jax.Array  # the share of the next row
+    below: jax.Array  # the fraction of the next row
     right: jax.Array
     weight: jax.Array  # 0 where it does not count
 
@@ -223,7 +223,7 @@ def touched(cut: LevelCut, row: jax.Array) -> tuple[jax.Array, jax.Array]:
     return strip(first), end
 
 
-def share(first: jax.Array, of_next: jax.Array, count: int) -> jax.Array:
+def fraction(first: jax.Array, of_next: jax.Array, count: int) -> jax.Array:
     """Returns, in a kernel, the hats of rows or columns, `[count, TILE]`; its arguments are `[1, TILE]`."""
     n = lax.broadcasted_iota(jnp.int32, (count, TILE), 0).astype(jnp.float32)
     return jnp.where(n == first, 1 - of_next, jnp.where(n == first + 1, of_next, 0.0))
@@ -236,14 +236,14 @@ def store_hat(
 
     Args:
       of: refs `[P, TILE]`.
-      across: ref `[P, width, TILE]`, what `share` gives of the columns.
+      across: ref `[P, width, TILE]`, what `fraction` gives of the columns.
       down: scratch `[P, rows, TILE]`.
     """
-    # the shares of the strip's rows, times the weights
+    # the fractions of the strip's rows, times the weights
     P, above = of.row.shape[0], (strip * cut.rows).astype(jnp.float32)
     for p in range(P):
         one = slice(p, p + 1)
-        down[p] = share(of.row[one] - above, of.below[one], cut.rows) * of.weight[one]
+        down[p] = fraction(of.row[one] - above, of.below[one], cut.rows) * of.weight[one]
 
     # row by row, the entries of all its columns: a sum over the samples
     for y in range(cut.rows):

@@ -53,8 +53,8 @@ def _forward(options: KernelOptions, interpret: bool, operands: Operands) -> Res
         base, shift = jnp.maximum(base, sink), base
         stat = (shift - base) + stat
         log_l = jnp.logaddexp(stat, sink - base)
-        share = jnp.where(stat == -jnp.inf, 0, jnp.exp(stat - log_l))
-        out = (out.astype(stat.dtype) * share[..., None]).astype(out.dtype)
+        factor = jnp.where(stat == -jnp.inf, 0, jnp.exp(stat - log_l))
+        out = (out.astype(stat.dtype) * factor[..., None]).astype(out.dtype)
     lse, rounding = fast_two_sum(base, log_l)
     rounding = jnp.where(lse == -jnp.inf, 0, rounding)
     return Result(out, lse, rounding if kernel_inputs.has_rounding(options, operands) else None)

@@ -146,7 +146,7 @@ def _kernel(
     load_bounds = partial(tiles.load_bounds, refs, b, i, refs.k.shape[1] // bk)
     known = None if isinstance(refs.bounds, tiles.Listed) else load_bounds()
 
-    # the last warpgroup loads k and v of each visited tile, as places of the rings come free
+    # the last warpgroup loads k and v of each visited tile, as slots of the rings come free
     @pl.when(wg == tiles.COMPUTE_WARPGROUPS)
     def _load():
         plgpu.set_max_registers(hopper.LOAD_REGISTERS, action="decrease")

@@ -32,7 +32,7 @@ from jax_attn_bwd.ops.dot_product.spec import KernelOptions
 
 
 class Shared(NamedTuple):
-    """Shared memory and barriers of a block; wgs = computing warpgroups, stages = places of a ring."""
+    """Shared memory and barriers of a block; wgs = computing warpgroups, stages = slots of a ring."""
 
     k_tile: Any  # [wgs, block_k, H], in the end dk
     v_tile: Any  # [wgs, block_k, Hv], in the end dv
@@ -129,13 +129,13 @@ def _load(block: KeyBlock) -> None:
     plgpu.set_max_registers(hopper.LOAD_REGISTERS, action="decrease")
     bounds, refs, shared, bq = block.bounds(), block.refs, block.shared, block.tiling.block_q
 
-    def place(step: Any) -> tuple[Any, Any]:
+    def turn(step: Any) -> tuple[Any, Any]:
         n, t = block.at(step)
         return n, pl.ds(bounds.tile(t) * bq, bq)
 
-    # a ring for what s needs, and one for dout: their places come free at different times
+    # a ring for what s needs, and one for dout: their slots come free at different times
     def q_and_row_values(step):
-        n, span = place(step)
+        n, span = turn(step)
         tokens = [getattr(refs, name) for name in shared.token_tiles]
         return [
             refs.q.at[block.b, span, n],
@@ -144,7 +144,7 @@ def _load(block: KeyBlock) -> None:
         ]
 
     def dout(step):
-        n, span = place(step)
+        n, span = turn(step)
         return [block.saved.dout.at[block.b, span, n]]
 
     q_targets = [shared.q_tiles, shared.row_tiles, *shared.token_tiles.values()]
@@ -277,14 +277,14 @@ def _compute(block: KeyBlock, wg: Any, results: tuple[Any, ...]) -> None:
             _write(shared.v_tile.at[wg], made[name], result.at[keys])
         else:
             for line, total in enumerate(totals):
-                place = (block.b, block.head, line, pl.ds(column, bk))
-                _write(shared.sums.at[wg, line], total, result.at[place])
+                at = (block.b, block.head, line, pl.ds(column, bk))
+                _write(shared.sums.at[wg, line], total, result.at[at])
     plgpu.wait_smem_to_gmem(0)
 
 
 def _step(block: KeyBlock, wg, bounds: Any, column, dq_ref, accs: dict[str, Any], step, totals):
     """Adds a tile of queries to `accs`, and to the sums `totals`, which it returns."""
-    # where the step is: a place of the rings, a query head and block_q rows
+    # where the step is: a slot of the rings, a query head and block_q rows
     shared, names, (bq, bk) = block.shared, block.names, (block.tiling.block_q, block.tiling.block_k)
     slot = lax.rem(step, jnp.int32(block.tiling.stages))
     mine = wg + bounds.opaque_zero() if block.saved.head > 128 or shared.exchange else wg
@@ -307,8 +307,8 @@ def _step(block: KeyBlock, wg, bounds: Any, column, dq_ref, accs: dict[str, Any]
 
     # dx^T (10), [block_k, block_q], and what it adds to the sums over queries
     acc = plgpu.ACC((bk, bq), jnp.float32)
-    place = _LoopPosition(bounds, t, tile, mine, slot)
-    dx, added = pl.run_scoped(partial(_dx, block, place, add_dv if "value" in names else None), acc, acc)
+    position = _LoopPosition(bounds, t, tile, mine, slot)
+    dx, added = pl.run_scoped(partial(_dx, block, position, add_dv if "value" in names else None), acc, acc)
     totals = [total + x.sum(axis=1) for total, x in zip(totals, added, strict=True)]
     if not accs:
         plgpu.commit_smem()  # no product comes between reading the row values and their next load
@@ -322,7 +322,7 @@ def _step(block: KeyBlock, wg, bounds: Any, column, dq_ref, accs: dict[str, Any]
             _add_dq(dx, shared.k_tile, there, row, step, spare is not None, **shared.exchange)
         elif "value" in names:
             plgpu.wgmma_wait(1)  # all but the product just started: dout has been read
-    # places are free when products have read them: first that of dout, then that of q
+    # slots are free when products have read them: first that of dout, then that of q
     if names == ["value"]:
         plgpu.wgmma_wait(0)
     plgpu.barrier_arrive(shared.dout_free.at[slot])
@@ -333,17 +333,21 @@ def _step(block: KeyBlock, wg, bounds: Any, column, dq_ref, accs: dict[str, Any]
 
 
 class _LoopPosition(NamedTuple):
-    """The place of a computing warpgroup in its loop."""
+    """Where a computing warpgroup is in its loop."""
 
     bounds: Any
     t: Any  # their step
     tile: Tile
-    mine: Any  # place of its k and v in shared memory
-    slot: Any  # place of q and dout
+    mine: Any  # slot of its k and v in shared memory
+    slot: Any  # slot of q and dout
 
 
 def _dx(
-    block: KeyBlock, place: _LoopPosition, add_dv: Callable[[jax.Array], None] | None, s_acc: Any, dp_acc: Any
+    block: KeyBlock,
+    position: _LoopPosition,
+    add_dv: Callable[[jax.Array], None] | None,
+    s_acc: Any,
+    dp_acc: Any,
 ) -> tuple[jax.Array | None, list[jax.Array]]:
     """Returns (dx of a tile, for a bias without the slope of the soft cap; what it adds to the sums).
 
@@ -351,7 +355,7 @@ def _dx(
     """
     # s^T = k q^T, [block_k, block_q]; dp^T = v dout^T beside it where registers hold both
     shared, names, saved = block.shared, block.names, block.saved
-    bounds, t, tile, mine, slot = place
+    bounds, t, tile, mine, slot = position
     keys, values = shared.k_tile.at[mine], shared.v_tile.at[mine]
     queries, dout = shared.q_tiles.at[slot].T, shared.dout_tiles.at[slot].T
     plgpu.wgmma(s_acc, keys, queries)

@@ -209,16 +209,16 @@ def gradients(
     size = N // K * tiling.block_q * saved.refs.q.shape[-1] * (4 + 2 * operands.query.dtype.itemsize)
     chunk = n_q if not wanted & {"query"} else max(1, min(n_q, RESIDENT // size))
     # a kernel for each, with a schedule of its own
-    pieces = []
+    chunks = []
     for first in range(0, n_q, chunk) if wanted else ():
         where = slice(first, first + chunk)
         visits = schedule(jax.tree.map(lambda x, where=where: x[:, where], flags), by_key=True)
         call = _Call(options, tiling, sides, lines, visits, wanted, first, n_q)
-        pieces.append(_chunk(call, interpret, _cut(saved, sides, where, tiling)))
+        chunks.append(_chunk(call, interpret, _cut(saved, sides, where, tiling)))
     # chunks side by side where something is by query, added up where it is by key or distance
     made: dict[str, Any] = {}
     for name in sorted(wanted):
-        part = [piece[name] for piece in pieces]
+        part = [chunk[name] for chunk in chunks]
         made[name] = jnp.concatenate(part, 2) if name in by_query else functools.reduce(jnp.add, part)
     # without padding: dq, dk, dv [..., T|S, N|K, H], sums [B, N, T|1, S|1] or of distances as they are
     shapes = {"query": (T, N, H), "key": (S, K, H), "value": (S, K, Hv)}

@@ -4,7 +4,7 @@ Of the edges e into i seen so far, with Z the dropout factors:
 
     m = max s_e,   l = sum exp(s_e - m),   acc = sum Z_e exp(s_e - m) message_e
 
-A hub's segments leave theirs in places, which are combined in order:
+A hub's segments leave theirs in spills, which are combined in order:
 
     m = max m_k,   l = sum l_k exp(m_k - m),   acc = sum acc_k exp(m_k - m)
 
@@ -120,8 +120,8 @@ def _attend(options: Options, interpret: bool, nodes: int, edges: int, walk: Any
         inputs.other["message"] = t.message
     found = gpu_walk.walk(_body(options), inputs, nodes, edges, (H, D), interpret)
     rows = found.nodes
-    if found.places:
-        rows = _combined(at, rows, **found.places)
+    if found.spills:
+        rows = _combined(at, rows, **found.spills)
     return rows | found.edges
 
 
@@ -166,7 +166,7 @@ def _body(options: Options) -> Body:
 
 
 def _combined(at: Segments, rows: dict, m: jax.Array, l: jax.Array, acc: jax.Array) -> dict:
-    """Adds to `rows` those of nodes of several segments, whose m, l and acc are in places."""
+    """Adds to `rows` those of nodes of several segments, whose m, l and acc are in spills."""
     nodes = rows["m"].shape[0]
     top = jnp.full_like(rows["m"], LOWEST).at[at.owner].max(m, mode="drop", indices_are_sorted=True)
     owner = jnp.minimum(at.owner, nodes - 1)
