@@ -84,7 +84,7 @@ def run(rules: Rules, args: Arrays) -> list[Any]:
     program = jax.make_jaxpr(lambda *args: rules.out(args))(*args)
     if program.consts and not _LOWERS_CONSTANTS:
         rules, args = _Closed(rules, len(args)), [*args, *program.consts]
-    return list(_Operation(rules, tuple(jax.typeof(x) for x in args), tuple(program.out_avals))(*args))
+    return list(_Application(rules, tuple(jax.typeof(x) for x in args), tuple(program.out_avals))(*args))
 
 
 @jax.tree_util.register_static
@@ -102,7 +102,7 @@ def _zeros_as_none(xs: Sequence[Any]) -> list[Any]:
     return [None if isinstance(x, hijax.Zero) else x for x in xs]
 
 
-class _Operation(_BASE or object):  # type: ignore[misc]
+class _Application(_BASE or object):  # type: ignore[misc]
     """One application of `rules`, as JAX sees it."""
 
     skip_linearization_on_zero_tangents = True

@@ -1,4 +1,12 @@
-"""Small numerical helpers shared by all operators."""
+"""Small numerical helpers shared by all operators.
+
+**Rounding** is what rounding took from a number, x - fl(x), and is kept beside it where it would be missed. A
+row of 1,024 logits of -1e9 has m = -1e9 and log l = 6.93. Its lse = m + log l is -1e9 again, as numbers of
+float32 are 64 apart there, and the rounding is 6.93: exp(logits - lse) would be 1 for each key, and
+exp((logits - lse) - rounding) is 1 / 1,024 (`fast_two_sum`). The probability 0.1 is 0.10009766 in bfloat16,
+with the rounding -0.000098: a product with values that sums rows is made of both (`rounding_of`). An output
+that rows are summed of is kept as it was before (`narrowed`).
+"""
 
 from typing import Any
 
@@ -14,7 +22,7 @@ def accumulator_dtype(dtype: Any) -> jnp.dtype:
 
 
 def ceil_div(n: Any, size: Any) -> Any:
-    """Returns the number of pieces of `size` that cover `n`; either may be symbolic."""
+    """Returns the number of blocks of `size` that cover `n`; either may be symbolic."""
     return -(-n // size)
 
 
@@ -34,8 +42,19 @@ def total(*terms: Any) -> Any:
     return sum(given[1:], start=given[0]) if given else None
 
 
-def lost_to(dtype: Any, x: jax.Array) -> jax.Array:
-    """Returns what rounding to a narrower `dtype` takes from `x`, float32: in it, without a derivative.
+def fast_two_sum(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns (x + y, the rounding of that sum), the second without a derivative; exact where |x| >= |y|."""
+    total = x + y
+    return total, lax.stop_gradient((x - total) + y)
+
+
+def rounding_between(x: jax.Array, narrow: jax.Array) -> jax.Array:
+    """Returns the rounding of `x` where it became `narrow`, in the dtype of that; in a kernel."""
+    return (x - narrow.astype(x.dtype)).astype(narrow.dtype)
+
+
+def rounding_of(x: jax.Array, dtype: Any) -> jax.Array:
+    """Returns the rounding of `x`, float32, where it becomes a narrower `dtype`, in it; no derivative.
 
     Rounded by the bits, as XLA:GPU takes a conversion there and back for nothing.
     """
@@ -45,32 +64,9 @@ def lost_to(dtype: Any, x: jax.Array) -> jax.Array:
     return lax.stop_gradient(x - lax.bitcast_convert_type(bits, jnp.float32)).astype(dtype)
 
 
-def split_rounding(
-    x: jax.Array, dtype: Any, low_dtype: Any = None, *, lost: jax.Array | None = None, kept: bool = True
-) -> tuple[jax.Array, jax.Array | None]:
-    """Returns (`x` in `dtype`, what rounding took from it, in `low_dtype` or the same, None where nothing).
-
-    The rounded numbers are formed in the dtype of `x`: XLA may take a conversion there and back for nothing.
-    Numbers below the least normal one of `dtype` are left to the conversion, and nothing is said to be lost
-    of them: to reduce the precision would make them 0.
-
-    Args:
-      lost: what was taken from `x` before, and is told, too.
-      kept: False where no one asks what rounding took.
-    """
-    if x.dtype == dtype or not kept:
-        return x.astype(dtype), None
-    given, own = jnp.finfo(dtype), jnp.finfo(x.dtype)
-    rounded = lax.reduce_precision(x, given.nexp, given.nmant)
-    if given.nexp < own.nexp:
-        rounded = jnp.where(jnp.abs(x) < float(given.smallest_normal), x, rounded)
-    low = x - rounded if lost is None else x - rounded + lost
-    return rounded.astype(dtype), low.astype(low_dtype or dtype)
-
-
-def join_rounding(narrow: jax.Array, low: jax.Array | None, dtype: Any) -> jax.Array:
-    """Returns in `dtype` what `split_rounding` made two numbers of."""
-    return narrow.astype(dtype) if low is None else narrow.astype(dtype) + low.astype(dtype)
+def narrowed(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array | None]:
+    """Returns (`x` in `dtype`, `x` itself for who sums over it; None where it is not wider)."""
+    return x.astype(dtype), None if x.dtype == dtype else x
 
 
 def to_rank(x: jax.Array, rank: int) -> jax.Array:
@@ -107,10 +103,10 @@ def saturated(x: jax.Array, least: int = -(2**31), greatest: int = 2**31 - 1) ->
 def ranks(one: jax.Array, other: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns two rows of integers `[..., length]` as int32 that are ordered, and equal, as they are."""
     row = jnp.concatenate([one, other], -1)
-    values, place = lax.sort((row, lax.broadcasted_iota(jnp.int32, row.shape, row.ndim - 1)), num_keys=1)
+    values, position = lax.sort((row, lax.broadcasted_iota(jnp.int32, row.shape, row.ndim - 1)), num_keys=1)
     is_new = jnp.concatenate([jnp.zeros_like(values[..., :1], bool), values[..., 1:] != values[..., :-1]], -1)
     number = jnp.cumsum(is_new, -1, dtype=jnp.int32)
-    _, number = lax.sort((place, number), num_keys=1)
+    _, number = lax.sort((position, number), num_keys=1)
     return number[..., : one.shape[-1]], number[..., one.shape[-1] :]
 
 

@@ -99,7 +99,7 @@ class Operation:
         args, tree = jax.tree.flatten(operands)
         outputs = jax.eval_shape(lambda operands: self.primal(static, operands), operands)
         types = tuple(jax.typeof(x) for x in args)
-        rules = _Rules(self, static, tree, types, jax.tree.structure(outputs))
+        rules = _FlatRules(self, static, tree, types, jax.tree.structure(outputs))
         return jax.tree.unflatten(rules.out_tree, forward_mode.run(rules, args))
 
 
@@ -112,7 +112,7 @@ class _Given:
 
 
 @dataclass(frozen=True)
-class _Rules:
+class _FlatRules:
     """The rules of an operation on the flat list of its arrays, as `forward_mode` takes them."""
 
     operation: Operation

@@ -93,7 +93,7 @@ def pieces_for_rows(x: jax.Array, axis: int, batch: int) -> Pieces | None:
     return Pieces(count) if count > 1 else None
 
 
-class Place(NamedTuple):
+class OutSpec(NamedTuple):
     """Where a result of the pieces goes.
 
     Attributes:
@@ -109,18 +109,18 @@ class Place(NamedTuple):
     like: jax.Array | None = None
 
 
-def place(x: jax.Array, axis: int | None) -> Place:
-    """Returns the place of a result that is sharded like `x`."""
-    return Place(axis, explicit_spec(x), like=x)
+def out_spec(x: jax.Array, axis: int | None) -> OutSpec:
+    """Returns where a result goes that is sharded like `x`."""
+    return OutSpec(axis, explicit_spec(x), like=x)
 
 
-SUM = Place(None)  # every device holds the whole sum
-ALIKE = Place(None, alike=True)
+SUM = OutSpec(None)  # every device holds the whole sum
+ALIKE = OutSpec(None, alike=True)
 
 
-def in_places(f: Callable[..., Any], places: Any, *results: Any) -> Any:
-    """Maps `f(place, result, ...)` over a tree of places; one place may stand for a branch of results."""
-    return jax.tree.map(f, places, *results, is_leaf=lambda x: isinstance(x, Place))
+def map_specs(f: Callable[..., Any], specs: Any, *results: Any) -> Any:
+    """Maps `f(spec, result, ...)` over a tree of `OutSpec`; one may stand for a branch of results."""
+    return jax.tree.map(f, specs, *results, is_leaf=lambda x: isinstance(x, OutSpec))
 
 
 def over(
@@ -133,7 +133,7 @@ def over(
       function: computes the results of one piece; on devices it sees the shards of all axes.
       arrays: what the function reads, a tree for each argument.
       axes: which axis of each array is cut; None: it is shared.
-      results: where each result goes, a tree of `Place`.
+      results: where each result goes, a tree of `OutSpec`.
     """
     if pieces.mesh is None:
         return partial(_side_by_side, pieces, function, arrays, axes, results)
@@ -154,11 +154,11 @@ def over(
         return x if axis is None else _folded(x, axis, exchanged)
 
     def of_stretches(*arrays):
-        joined = in_places(lambda place: place.axis, results)
+        joined = map_specs(lambda spec: spec.axis, results)
         return _map(fold, joined, function(*_map(fold, axes, arrays)))
 
     in_specs = _map(lambda axis, x: spec_of(axis, explicit_spec(x)), axes, arrays)
-    out_specs = in_places(lambda place: spec_of(place.axis, place.spec), results)
+    out_specs = map_specs(lambda spec: spec_of(spec.axis, spec.spec), results)
     of_piece = of_stretches if pieces.folded else function
     run = on_shards(of_piece, mesh, in_specs, out_specs, explicit_axes(mesh))
     return partial(run, *_map(laid, axes, arrays))
@@ -202,16 +202,16 @@ def _side_by_side(pieces, function, arrays, axes, results):
     """Does what `over` does, of pieces along a new batch axis: [.., n, ..] is [.., count, n / count, ..]."""
     fold = lambda axis, x: _folded(x, axis + 1, partial(jnp.flip, axis=axis)) if pieces.folded else x
     cut = lambda axis, x: x if axis is None else fold(axis, _cut(x, axis, pieces.count))
-    out_axes = in_places(lambda place: None if place.alike else place.axis or 0, results)
+    out_axes = map_specs(lambda spec: None if spec.alike else spec.axis or 0, results)
     run = jax.vmap(function, in_axes=axes, out_axes=out_axes, axis_size=pieces.count, axis_name=AXIS)
     found = run(*_map(cut, axes, arrays))
 
-    def whole(place, x):
-        if place.alike:
+    def whole(spec, x):
+        if spec.alike:
             return x
-        return x.sum(0) if place.axis is None else join(fold(place.axis, x), place.axis)
+        return x.sum(0) if spec.axis is None else join(fold(spec.axis, x), spec.axis)
 
-    return in_places(lambda place, branch: jax.tree.map(partial(whole, place), branch), results, found)
+    return map_specs(lambda spec, branch: jax.tree.map(partial(whole, spec), branch), results, found)
 
 
 def _map(f: Callable[..., Any], axes: Any, *trees: Any) -> Any:

@@ -176,7 +176,7 @@ def multi_head_attention_forward(
     return out[0], None if weights is None else weights[0]
 
 
-class _Sizes(NamedTuple):
+class _TorchSizes(NamedTuple):
     """Tells whether there is a batch N; L queries of width E, S keys, H heads."""
 
     batched: bool
@@ -187,7 +187,7 @@ class _Sizes(NamedTuple):
     H: int
 
 
-def _sizes(given: dict[str, Any], embed_dim: Any, num_heads: Any) -> _Sizes:
+def _sizes(given: dict[str, Any], embed_dim: Any, num_heads: Any) -> _TorchSizes:
     """Returns every size, on which the inputs must agree."""
     # Queries, keys and values have one rank, batch and width.
     H, E = heads(_NAME, num_heads, embed_dim_to_check=embed_dim), int(embed_dim)
@@ -206,10 +206,10 @@ def _sizes(given: dict[str, Any], embed_dim: Any, num_heads: Any) -> _Sizes:
     if static_k is not None:
         checks.rank(_NAME, "static_k", static_k, "(N * num_heads, S, E / num_heads)", 3)
     S = key.shape[0] if static_k is None else static_k.shape[1]
-    return _Sizes(rank == 3, batch[0] if batch else 1, query.shape[0], S, E, H)
+    return _TorchSizes(rank == 3, batch[0] if batch else 1, query.shape[0], S, E, H)
 
 
-def _params(sizes: _Sizes, given: dict[str, Any]) -> MultiHeadAttentionParams:
+def _params(sizes: _TorchSizes, given: dict[str, Any]) -> MultiHeadAttentionParams:
     """Returns the layer's parameters from the source's, whose weights are (out, in)."""
     E, H = sizes.E, sizes.H
     D = E // H
@@ -244,7 +244,7 @@ def _params(sizes: _Sizes, given: dict[str, Any]) -> MultiHeadAttentionParams:
     return MultiHeadAttentionParams(**found)
 
 
-def _static(sizes: _Sizes, given: dict[str, Any]) -> tuple[jax.Array | None, ...]:
+def _static(sizes: _TorchSizes, given: dict[str, Any]) -> tuple[jax.Array | None, ...]:
     """Returns the keys and values `(N, H, S, D)` that stand in for projected ones; None = projected."""
     # Given keys and values take no appended rows, and fit those that are projected.
     N, S, H, D = sizes.N, sizes.S, sizes.H, sizes.E // sizes.H

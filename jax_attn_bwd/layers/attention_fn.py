@@ -15,7 +15,7 @@ from jax_attn_bwd._core import checks, dropout, masks
 from jax_attn_bwd._core.rotary import Rotary, checked
 from jax_attn_bwd._core.types import Implementation
 from jax_attn_bwd.layers.multi_head import (
-    AttentionKeywords,
+    LayerAttentionKeywords,
     Tokens,
     flax_mask,
     is_unset,
@@ -308,7 +308,7 @@ def _sow(module: Any, weights: jax.Array) -> None:
         raise TypeError(checks.message(_NAME, "module", expected, type(module).__name__))
 
 
-class ConfiguredKeywords(AttentionKeywords, Tokens, total=False):
+class ConfiguredKeywords(LayerAttentionKeywords, Tokens, total=False):
     """Lists what `configured_attention_fn` may be given; None leaves it to the layer."""
 
     bias: jax.Array | None

@@ -98,7 +98,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class _Given(Options):
+class _Defaults(Options):
     """Holds the defaults of `Keywords`."""
 
     num_levels: int = 4
@@ -141,7 +141,7 @@ def configure(
     width: str, C: Any, num_heads: Any, keywords: Mapping[str, Any], unbatched: bool = False
 ) -> Config:
     """Returns the configuration of a layer from its arguments, checked; `width` is the name that C has."""
-    given = secondary_calls.complete(f"{_NAME}.__init__", _Given, Keywords, keywords)
+    given = secondary_calls.complete(f"{_NAME}.__init__", _Defaults, Keywords, keywords)
     # Heads and their width, and how many points a head has on each level.
     num_heads = checks.integer(_NAME, "num_heads", num_heads, least=1)
     num_levels = checks.integer(_NAME, "num_levels", given["num_levels"], least=1)

@@ -226,7 +226,7 @@ class ChecksNames:
         return super().__new__(cls)
 
 
-class Linear(NamedTuple):
+class LinearSpec(NamedTuple):
     """Describes a linear layer that a layer is made of."""
 
     in_channels: Any  # an int; None where the framework reads it off the input
@@ -249,32 +249,32 @@ def channels(kind: str, in_channels: Any) -> int | tuple[int, int]:
     return source, destination
 
 
-def linear_layers(config: Config, in_channels: Any) -> dict[str, Linear]:
+def linear_layers(config: Config, in_channels: Any) -> dict[str, LinearSpec]:
     """Returns the linear layers by name; `in_channels` is a width, a pair of them, or has None for them."""
     # What projects the nodes.
     pair = isinstance(in_channels, tuple)
     source, destination = in_channels if pair else (in_channels, in_channels)
     width, bias = config.width, config.bias
     if config.kind == "GATConv" and pair:
-        found = {"lin_src": Linear(source, width), "lin_dst": Linear(destination, width)}
+        found = {"lin_src": LinearSpec(source, width), "lin_dst": LinearSpec(destination, width)}
     elif config.kind == "GATConv":
-        found = {"lin": Linear(source, width)}
+        found = {"lin": LinearSpec(source, width)}
     elif config.kind == "GATv2Conv":
-        found = {"lin_l": Linear(source, width, bias)}
+        found = {"lin_l": LinearSpec(source, width, bias)}
         if not config.share_weights:
-            found["lin_r"] = Linear(destination, width, bias)
+            found["lin_r"] = LinearSpec(destination, width, bias)
     else:
         sides = {"lin_key": source, "lin_query": destination, "lin_value": source}
-        found = {name: Linear(n, width, bias) for name, n in sides.items()}
+        found = {name: LinearSpec(n, width, bias) for name, n in sides.items()}
         if config.root_weight:
-            found["lin_skip"] = Linear(destination, config.out_width, bias)
+            found["lin_skip"] = LinearSpec(destination, config.out_width, bias)
         if config.root_weight and config.beta:
-            found["lin_beta"] = Linear(3 * config.out_width, 1)
+            found["lin_beta"] = LinearSpec(3 * config.out_width, 1)
     # What projects the edges, and what skips the attention.
     if config.edge_dim is not None:
-        found["lin_edge"] = Linear(config.edge_dim, width)
+        found["lin_edge"] = LinearSpec(config.edge_dim, width)
     if config.residual:
-        found["res"] = Linear(destination, config.out_width)
+        found["res"] = LinearSpec(destination, config.out_width)
     return found
 
 

@@ -77,7 +77,7 @@ from jax_attn_bwd.ops.dot_product import dot_product_attention
 from jax_attn_bwd.ops.multi_head import MultiHeadAttentionParams, multi_head_attention
 
 
-class AttentionKeywords(TypedDict, total=False):
+class LayerAttentionKeywords(TypedDict, total=False):
     """Lists what a layer, or the attention function of one, may be given; None leaves it out."""
 
     local_window_size: int | tuple[int, int] | None
@@ -87,7 +87,7 @@ class AttentionKeywords(TypedDict, total=False):
     rotary: Rotary | None
 
 
-class Keywords(AttentionKeywords, total=False):
+class Keywords(LayerAttentionKeywords, total=False):
     """Lists what every layer may be given beside what its framework has; `attention_fn` takes all these."""
 
     deterministic_sums: bool

@@ -22,7 +22,7 @@ _KIND = 8  # rows and columns of which it is told whether all is seen, some or n
 
 
 @dataclass(frozen=True)
-class _Blocks:
+class _BlockMask:
     """Reads, for an element, whether its block is chosen."""
 
     tile: tuple[int, int]  # rows and columns of a block
@@ -91,7 +91,9 @@ def blocks(query_size: int, key_size: int | None = None) -> Mask:
         checks.integer(name, n, x, 1) for n, x in (("query_size", query_size), ("key_size", key_size))
     )
     tile = (query_size, key_size)
-    return Mask(_Blocks(tile), 1, (_BlocksRead("the blocks of mods.blocks", np.bool_, ("N",), True, tile),))
+    return Mask(
+        _BlockMask(tile), 1, (_BlocksRead("the blocks of mods.blocks", np.bool_, ("N",), True, tile),)
+    )
 
 
 def blocks_from_indices(indices: Integers, num_blocks: int) -> jax.Array:

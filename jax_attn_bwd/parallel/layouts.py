@@ -15,7 +15,7 @@ from jax_attn_bwd._core import checks
 
 
 def zigzag(x: jax.Array, n: int, axis: int = 0) -> jax.Array:
-    """`x` in an order whose n-th parts hold two pieces each: of 2n pieces, part i has i and 2n - 1 - i.
+    """`x` in an order whose n-th parts hold two stretches each: of 2n stretches, part i has i and 2n - 1 - i.
 
     Tiles stay whole: for causal attention this is the layout to take.
 
@@ -43,13 +43,13 @@ def zigzag(x: jax.Array, n: int, axis: int = 0) -> jax.Array:
       Zhu, ring-flash-attention, zigzag_ring_flash_attn, github.com/zhuzilin/ring-flash-attention.
     """
     x, axis, n = _checked("zigzag", x, n, axis, 2)
-    return _reordered(x, axis, _pieces(n))
+    return _reordered(x, axis, _stretches(n))
 
 
 def unzigzag(x: jax.Array, n: int, axis: int = 0) -> jax.Array:
     """The inverse of `zigzag`: the same arguments, gradients and errors."""
     x, axis, n = _checked("unzigzag", x, n, axis, 2)
-    return _reordered(x, axis, np.argsort(_pieces(n)))
+    return _reordered(x, axis, np.argsort(_stretches(n)))
 
 
 def striped(x: jax.Array, n: int, axis: int = 0) -> jax.Array:
@@ -99,34 +99,34 @@ def positions(operator: str, layout: str, n: int, device: Any, length: int) -> j
     if layout == "striped":
         return index * n + device
     if length % 2:
-        expected = "have a multiple of 2n tokens in the zigzag layout, two pieces for each device"
+        expected = "have a multiple of 2n tokens in the zigzag layout, two stretches for each device"
         raise ValueError(checks.message(operator, "the sequence", expected, n * length, "pad it"))
     half = length // 2
     late = (2 * n - 1 - device) * half + index - half
     return jnp.where(index < half, device * half + index, late)
 
 
-def _checked(operator: str, x: Any, n: Any, axis: Any, pieces: int) -> tuple[Any, int, int]:
+def _checked(operator: str, x: Any, n: Any, axis: Any, stretches: int) -> tuple[Any, int, int]:
     x = x if checks.is_array(x) else jnp.asarray(x)
     n, axis = checks.integer(operator, "n", n, least=1), checks.integer(operator, "axis", axis)
     if not -x.ndim <= axis < x.ndim:
         raise ValueError(checks.message(operator, "axis", f"be one of the {x.ndim} axes of x", axis))
-    if x.shape[axis] % (pieces * n):
+    if x.shape[axis] % (stretches * n):
         expected = (
-            f"have a multiple of {'2n' if pieces == 2 else 'n'} = {pieces * n} tokens along axis {axis}"
+            f"have a multiple of {'2n' if stretches == 2 else 'n'} = {stretches * n} tokens along axis {axis}"
         )
         raise ValueError(checks.message(operator, "x", expected, x.shape, "pad the sequence"))
     return x, axis % x.ndim, n
 
 
-def _pieces(n: int) -> np.ndarray:
-    """Returns the order in which `zigzag` puts 2n pieces."""
+def _stretches(n: int) -> np.ndarray:
+    """Returns the order in which `zigzag` puts 2n stretches."""
     early = np.arange(n)
     return np.stack([early, 2 * n - 1 - early], 1).ravel()
 
 
 def _reordered(x: Any, axis: int, order: np.ndarray) -> Any:
-    """Puts the pieces of `x` along `axis`, as many as `order` has, in that order."""
+    """Puts the stretches of `x` along `axis`, as many as `order` has, in that order."""
     length = x.shape[axis] // len(order)
     cut = x.reshape(*x.shape[:axis], len(order), length, *x.shape[axis + 1 :])
     return cut.take(order, axis).reshape(x.shape)

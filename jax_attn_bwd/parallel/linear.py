@@ -194,13 +194,13 @@ def _run(
     # how it is computed
     chosen = backend.select(name, IMPLEMENTATIONS, implementation, static, operands)
     taken = _with_columns(operands) if static.is_delta else operands
-    cut = Cut(plan(chosen.name, static, taken), axis_name, n)
+    cut = ShardedPlan(plan(chosen.name, static, taken), axis_name, n)
     out, final = _OPERATION.runner(name, forward_mode)(cut, operands)
     return (out, lax.psum(final, axis_name)) if wants_final else out
 
 
 @dataclass(frozen=True)
-class Cut:
+class ShardedPlan:
     """Everything static of a call.
 
     Attributes:
@@ -214,7 +214,7 @@ class Cut:
     devices: int
 
 
-class Block(NamedTuple):
+class Shard(NamedTuple):
     """What a device's tokens give from the state 0, and what they make of another, (1)."""
 
     out: jax.Array  # o, [..., T, N, Hv]
@@ -223,7 +223,7 @@ class Block(NamedTuple):
     kept: jax.Array  # F, [..., N, H, H], or its diagonal, [..., N, H, 1]
 
 
-class Saved(NamedTuple):
+class ShardResiduals(NamedTuple):
     """What the forward leaves for the backward."""
 
     residuals: Residuals
@@ -244,12 +244,12 @@ def _padded(x: jax.Array, more: Any) -> jax.Array:
     return jnp.concatenate([x, jnp.zeros((*x.shape[:-1], more), x.dtype)], -1)
 
 
-def _of_columns(Hv: Any, out: jax.Array, state: jax.Array) -> Block:
+def _of_columns(Hv: Any, out: jax.Array, state: jax.Array) -> Shard:
     """Parts what `_with_columns` gives."""
-    return Block(out[..., :Hv], state[..., :Hv], out[..., Hv:], state[..., Hv:])
+    return Shard(out[..., :Hv], state[..., :Hv], out[..., Hv:], state[..., Hv:])
 
 
-def _block(cut: Cut, operands: Operands) -> tuple[Block, tuple[jax.Array, jax.Array]]:
+def _block(cut: ShardedPlan, operands: Operands) -> tuple[Shard, tuple[jax.Array, jax.Array]]:
     """Returns what a device's tokens do, and D and F before each group of chunks, `[g, ..., K, G, H, X]`."""
     forward = backend.named(IMPLEMENTATIONS, cut.plan.implementation).forward
     *batch, T, N, Hv = operands.value.shape
@@ -277,17 +277,17 @@ def _block(cut: Cut, operands: Operands) -> tuple[Block, tuple[jax.Array, jax.Ar
     group = cut.plan.chunk * cut.plan.side_by_side
     ends = jnp.concatenate([jnp.zeros_like(up_to[..., :1, :, :]), up_to[..., group - 1 :: group, :, :]], -3)
     kept_before = jnp.exp(jnp.moveaxis(ends, -3, 0)[: result.states.shape[0], ..., None])
-    block = Block(result.out, result.final_state, reads.astype(result.out.dtype), kept)
+    block = Shard(result.out, result.final_state, reads.astype(result.out.dtype), kept)
     return block, (result.states, split_heads(kept_before, operands.groups))
 
 
-def _applied(cut: Cut, kept: jax.Array, state: jax.Array) -> jax.Array:
+def _applied(cut: ShardedPlan, kept: jax.Array, state: jax.Array) -> jax.Array:
     """Computes F S of a matrix F, or of a diagonal."""
     return kept * state if kept.shape[-1] == 1 else dot_of(cut.plan.options)("ij,jv", kept, state)
 
 
 def _across(
-    cut: Cut, kept: jax.Array, moved: jax.Array, state: jax.Array, reverse: bool = False
+    cut: ShardedPlan, kept: jax.Array, moved: jax.Array, state: jax.Array, reverse: bool = False
 ) -> tuple[jax.Array, jax.Array]:
     """Returns S after all devices, and that which reaches this one, where each makes F S + D of it."""
     block = jnp.concatenate([moved, kept], -1)
@@ -302,7 +302,7 @@ def _across(
     return last, lax.dynamic_index_in_dim(states, lax.axis_index(cut.axis_name), keepdims=False)
 
 
-def _whole(cut: Cut, block: Block, first: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _whole(cut: ShardedPlan, block: Shard, first: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns out, on the last device the final state and 0 on the others, and the state before this one."""
     last, state = _across(cut, block.kept, block.moved, first)
     reads, precision = block.reads.astype(state.dtype), cut.plan.options.precision
@@ -326,7 +326,7 @@ def _forward(cut, operands, wanted):
     out, final, states = tie((out, final, states), operands)
     out, final = (checkpoint_name(x, "attention_out") for x in (out, final))
     states, reads, kept = (checkpoint_name(x, "attention_states") for x in (states, block.reads, block.kept))
-    return (out, final), Saved(Residuals(operands, states), reads, kept)
+    return (out, final), ShardResiduals(Residuals(operands, states), reads, kept)
 
 
 def _backward(cut, saved, wanted, cotangents):

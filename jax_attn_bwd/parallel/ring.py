@@ -47,7 +47,7 @@ import numpy as np
 from jax import lax
 
 from jax_attn_bwd._core import float_leaves
-from jax_attn_bwd._core.numerics import accumulator_dtype, split_rounding
+from jax_attn_bwd._core.numerics import accumulator_dtype
 from jax_attn_bwd._core.sharding import full_like_operands
 from jax_attn_bwd.ops.dot_product import engine, mod_functions, visibility
 from jax_attn_bwd.ops.dot_product import online_softmax as online
@@ -93,14 +93,13 @@ def forward(exchange: Exchange, plan: engine.Plan, operands: Operands) -> Result
 
         def compute(state):  # (1) to (3)
             result = engine.forward(plan, given)
-            return online.merged(state, result.wide_out(), result.lse, result.lse_low)
+            return online.merged(state, result.widest_out(), result.lse, result.lse_rounding)
 
         return _if_seen(given, compute, lambda state: state, state)
 
     state = online.initial(operands.query, operands.value.shape[-1], operands.sink, operands)
-    out, lse, low = online.finished(_around(exchange, fold, state, of_keys(exchange, operands)))  # (4)
-    out, out_low = split_rounding(out, operands.query.dtype, kept=plan.splits_out)
-    return Result(out, lse, low, out_low)
+    out, lse, rounding = online.finished(_around(exchange, fold, state, of_keys(exchange, operands)))  # (4)
+    return Result(out.astype(operands.query.dtype), lse, rounding, out if plan.has_wide_out else None)
 
 
 def tangent(

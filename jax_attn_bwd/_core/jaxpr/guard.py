@@ -28,7 +28,7 @@ _LINEAR |= _MOVES | _STEPS | {"concatenate", "iota", "pvary", "pcast", "reduce_s
 _KEEPS_FINITE = _LINEAR | {"mul", "abs"}  # if they are given numbers that integers were converted to
 
 
-class _Value(NamedTuple):
+class _Known(NamedTuple):
     x: Any
     varies: bool  # has a derivative by floats that were handed over
     elements: bool  # was made of elements
@@ -52,14 +52,14 @@ def guarded(function: Callable[..., Any], seen: jax.Array, elements: tuple, args
     closed = jax.make_jaxpr(flat)(*given)
     # evaluated on them, with what is hidden replaced where a derivative may be bad
     values = [
-        _Value(x, is_float := _is_float(x), i < len(elements), not is_float) for i, x in enumerate(given)
+        _Known(x, is_float := _is_float(x), i < len(elements), not is_float) for i, x in enumerate(given)
     ]
     (result,) = walk.evaluate(
         closed,
         values,
         partial(_results, _Guard(seen)),
-        constant=lambda x, _: _Value(x, False, False, not _is_float(x)),
-        literal=lambda x, _: _Value(jnp.asarray(x), False, False, bool(np.isfinite(x))),
+        constant=lambda x, _: _Known(x, False, False, not _is_float(x)),
+        literal=lambda x, _: _Known(jnp.asarray(x), False, False, bool(np.isfinite(x))),
         enters=lambda equation, _: not equation.primitive.name.startswith("custom_"),
     )
     return result.x
@@ -84,7 +84,7 @@ class _Guard:
         return jnp.where(self._seen[axes], x, jnp.asarray(_HARMLESS, x.dtype))
 
 
-def _results(guard: _Guard, equation: Any, inputs: list[_Value]) -> list[_Value]:
+def _results(guard: _Guard, equation: Any, inputs: list[_Known]) -> list[_Known]:
     name = equation.primitive.name
     elements = any(x.elements for x in inputs)
     given = [x.x for x in inputs]
@@ -95,10 +95,10 @@ def _results(guard: _Guard, equation: Any, inputs: list[_Value]) -> list[_Value]
     results = walk.bound(equation, pallas.vary_alike(given))
     varies = any(x.varies for x in inputs)
     finite = name in _KEEPS_FINITE and all(x.finite for x in inputs)
-    return [_Value(x, varies and _is_float(x), elements, finite or not _is_float(x)) for x in results]
+    return [_Known(x, varies and _is_float(x), elements, finite or not _is_float(x)) for x in results]
 
 
-def _is_tame(equation: Any, inputs: list[_Value]) -> bool:
+def _is_tame(equation: Any, inputs: list[_Known]) -> bool:
     """Tells whether its derivatives by what varies are finite, whatever that is."""
     name = equation.primitive.name
     if name in _LINEAR:

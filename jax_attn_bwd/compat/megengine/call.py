@@ -12,7 +12,7 @@ from jax_attn_bwd._core.serialization import exportable_tuple
 from jax_attn_bwd.compat.calls import after_dropout, arrays, both, drops, mask_planes, merged
 from jax_attn_bwd.compat.megengine.packing import (
     IOWeightBias,
-    Sizes,
+    SourceSizes,
     layer_sizes,
     pack_io_weight_bias,
     unpack,
@@ -244,7 +244,7 @@ class _Call(NamedTuple):
     params: MultiHeadAttentionParams
     inputs: tuple[jax.Array, jax.Array, jax.Array]  # (N, L or S, width), with an N of 1 if unbatched
     options: dict[str, Any]  # what the layer is called with
-    sizes: Sizes
+    sizes: SourceSizes
     batched: bool
 
 
@@ -296,7 +296,7 @@ def _check_inputs(operator: str, given: dict[str, Any], embed_dim: Any) -> None:
 
 
 def _params(
-    operator: str, sizes: Sizes, parts: IOWeightBias, given: dict[str, Any]
+    operator: str, sizes: SourceSizes, parts: IOWeightBias, given: dict[str, Any]
 ) -> MultiHeadAttentionParams:
     """Returns the layer's parameters; totals over heads become (heads, head size)."""
     E, k, v, H, q, kp, vp, o = sizes
@@ -324,7 +324,7 @@ def _params(
     return MultiHeadAttentionParams(**found)
 
 
-def _scale(operator: str, sizes: Sizes, reslink: bool) -> float:
+def _scale(operator: str, sizes: SourceSizes, reslink: bool) -> float:
     """Returns the factor of the logits."""
     E, _, v, H, q, _, vp, o = sizes
     if q and E < H:

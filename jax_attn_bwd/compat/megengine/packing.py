@@ -27,7 +27,7 @@ class IOWeightBias(NamedTuple):
     out_bias: Any = None  # (oproj_size,)
 
 
-class Sizes(NamedTuple):
+class SourceSizes(NamedTuple):
     """Holds the source's sizes, None replaced; widths of the inputs, totals over heads of the projections."""
 
     embed_dim: int
@@ -119,7 +119,7 @@ def unpack_io_weight_bias(
     return unpack(name, arguments, layer_sizes(name, arguments, *widths))
 
 
-def layer_sizes(operator: str, arguments: Mapping[str, Any], k_size: Any, v_size: Any) -> Sizes:
+def layer_sizes(operator: str, arguments: Mapping[str, Any], k_size: Any, v_size: Any) -> SourceSizes:
     """Returns the sizes of a call from its arguments by name; raises where they do not fit."""
     E = checks.integer(operator, "embed_dim", arguments["embed_dim"], least=1)
     found = {}
@@ -128,7 +128,7 @@ def layer_sizes(operator: str, arguments: Mapping[str, Any], k_size: Any, v_size
         found[name] = E if n is None else checks.integer(operator, name, n, least=0)
     # The heads divide the projections; keys are as wide as queries.
     H = heads(operator, arguments["num_heads"], **{name: found[name] for name in PROJECTIONS[:3]})
-    sizes = Sizes(E, k_size, v_size, H, **found)
+    sizes = SourceSizes(E, k_size, v_size, H, **found)
     of_query, of_key = (
         size // H if size else width
         for size, width in ((sizes.qproj_size, E), (sizes.kproj_size, sizes.k_size))
@@ -140,7 +140,7 @@ def layer_sizes(operator: str, arguments: Mapping[str, Any], k_size: Any, v_size
     return sizes
 
 
-def unpack(operator: str, arguments: Mapping[str, Any], sizes: Sizes) -> IOWeightBias:
+def unpack(operator: str, arguments: Mapping[str, Any], sizes: SourceSizes) -> IOWeightBias:
     """Returns the parts of the argument `io_weight_bias`; None where a part takes no room."""
     E, k, v, H, q, kp, vp, o = sizes
     matrices = ((E, q), (k, kp), (v, vp), (vp or H * v, o))

@@ -46,9 +46,9 @@ def backward(plan: Plan, residuals: Residuals, dout: jax.Array) -> MultiScaleDef
     if plan.pieces is None:
         grads = of_queries(operands, dout)
     else:
-        place = lambda name: split.place(getattr(operands, name), QUERY_AXES[name])
-        places, axes = {name: place(name) for name in residuals.wanted.in_order}, (Operands(**QUERY_AXES), 1)
-        grads = split.over(plan.pieces, of_queries, (operands, dout), axes, places)()
+        spec = lambda name: split.out_spec(getattr(operands, name), QUERY_AXES[name])
+        specs, axes = {name: spec(name) for name in residuals.wanted.in_order}, (Operands(**QUERY_AXES), 1)
+        grads = split.over(plan.pieces, of_queries, (operands, dout), axes, specs)()
     return residuals.gradients(grads)
 
 

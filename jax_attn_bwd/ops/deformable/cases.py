@@ -135,7 +135,7 @@ def _reference(deterministic_sums=True, **arguments):
 
 def _hidden(arrays, options):
     """Pixels that no sample reads, samples outside or behind a logit of -inf, rows without samples."""
-    # each sample's place and weight, [B, Q, M, K], and whether it counts
+    # each sample's position and weight, [B, Q, M, K], and whether it counts
     value, levels = arrays["value"], options["spatial_shapes"]
     (B, _, M, D), (Q, P) = value.shape, (arrays["sampling_locations"].shape[1], options.get("num_points"))
     P = P or (arrays["sampling_locations"].shape[-2],) * len(levels)
@@ -146,20 +146,20 @@ def _hidden(arrays, options):
     counts, unread = np.array(finite), np.ones(value.shape[:3], bool)
     size = np.repeat(np.array(levels)[:, ::-1], P, axis=0)  # [K, 2], (W, H)
     start = np.repeat(np.cumsum([0, *(h * w for h, w in levels[:-1])]), P)
-    place = np.where(finite[..., None], location, 0) * size - 0.5
+    position = np.where(finite[..., None], location, 0) * size - 0.5
     if options.get("method") == "discrete":
-        place = np.clip(np.floor(place + 1), 0, size - 1)
+        position = np.clip(np.floor(position + 1), 0, size - 1)
     elif options.get("padding_mode") == "border":
-        place = np.clip(place, 0, size - 1)
+        position = np.clip(position, 0, size - 1)
     else:
-        counts &= ((place > -1) & (place < size)).all(-1)
-    place = np.where(counts[..., None], place, 0)
+        counts &= ((position > -1) & (position < size)).all(-1)
+    position = np.where(counts[..., None], position, 0)
     # the pixels that some sample reads
     b, m = np.arange(B)[:, None, None, None], np.arange(M)[:, None]
     for step in ((0, 0), (0, 1), (1, 0), (1, 1)):
-        pixel = np.floor(place).astype(int) + step
+        pixel = np.floor(position).astype(int) + step
         read = counts & ((pixel >= 0) & (pixel < size)).all(-1)
-        read &= ((place != np.floor(place)) | (np.array(step) == 0)).all(-1)
+        read &= ((position != np.floor(position)) | (np.array(step) == 0)).all(-1)
         index = np.where(read, start + pixel[..., 1] * size[:, 0] + pixel[..., 0], 0)
         where = np.broadcast_arrays(b, index, m)
         unread[tuple(x[read] for x in where)] = False

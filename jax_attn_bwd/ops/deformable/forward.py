@@ -37,8 +37,8 @@ def over_queries(
     # what one query reads is not summed over them: XLA may cut them as it likes
     if plan.pieces is None or not plan.pieces.mesh_axes:
         return partial(function, *arrays)
-    place, axes = split.place(arrays[0].attention_weights, 1), (Operands(**QUERY_AXES),) * len(arrays)
-    return split.over(plan.pieces, function, arrays, axes, place._replace(spec=place.spec[:3]))
+    spec, axes = split.out_spec(arrays[0].attention_weights, 1), (Operands(**QUERY_AXES),) * len(arrays)
+    return split.over(plan.pieces, function, arrays, axes, spec._replace(spec=spec.spec[:3]))
 
 
 def _of_queries(plan: Plan, operands: Operands) -> jax.Array:
@@ -71,7 +71,7 @@ def sum_over_points(
     """Returns the sum over points and corners of `factor * table[pixel]`, `[B, Q, M * D]`.
 
     Args:
-      terms: `(place, weight, *along) -> the tables that are read there, and their factors`.
+      terms: `(pixels, weight, *along) -> the tables that are read there, and their factors`.
       reads: all arrays of the sum.
       along: `[B, Q, M, K]`, more numbers of each point.
     """
@@ -80,7 +80,7 @@ def sum_over_points(
 
     # all points at once
     if loops.output == "all points at once":
-        at, weight = sampling.places(options, operands)
+        at, weight = sampling.all_pixels(options, operands)
         sums = [_sum_at_all_points(table, at.pixels, x) for table, x in terms(at, weight, *along)]
         return total(*sums).reshape(B, Q, M * D).astype(operands.value.dtype)
 
@@ -88,7 +88,7 @@ def sum_over_points(
     def add_point(out, point):
         level, (x, y, weight), numbers = point
         level = sampling.on_all_cores(level) if loops.on_all_cores else level
-        at = sampling.place(options, level, x, y)
+        at = sampling.pixels_around(options, level, x, y)
         found = terms(at, weight, *numbers)
         # once for a point, not once for each of its D channels in the loop that XLA fuses
         pixels, factors = fusion.barrier((at.pixels, [x for _, x in found]))

@@ -18,7 +18,7 @@ from jax_attn_bwd._core.numerics import ceil_div, total
 from jax_attn_bwd._core.products import sum_of_products
 from jax_attn_bwd._core.sharding import full_like_operands
 from jax_attn_bwd.ops.deformable import sampling
-from jax_attn_bwd.ops.deformable.sampling import Corners, Place
+from jax_attn_bwd.ops.deformable.sampling import Corners, Pixels
 from jax_attn_bwd.ops.deformable.spec import Operands, Options
 
 _CHANNELS = 8  # channels that share one read of an index; 4 and 16 are slower
@@ -26,7 +26,7 @@ _CHANNELS = 8  # channels that share one read of an index; 4 and 16 are slower
 PointGrads = tuple[jax.Array | None, jax.Array | None, jax.Array | None]  # dloc_x, dloc_y, da
 
 
-def gradients(wanted: Collection[str], at: Place, weight: jax.Array, d: Sequence[jax.Array]) -> PointGrads:
+def gradients(wanted: Collection[str], at: Pixels, weight: jax.Array, d: Sequence[jax.Array]) -> PointGrads:
     """Returns (dloc_x, dloc_y, da), of the shape of the sampling points; None where not asked.
 
     `d` holds <dout, value> at each pixel of `at`; where the point does not count it may be anything.
@@ -34,7 +34,7 @@ def gradients(wanted: Collection[str], at: Place, weight: jax.Array, d: Sequence
     da = dx = dy = None
     weight = jnp.where(at.counts, weight, 0)
     if "attention_weights" in wanted:
-        terms = (share * product for share, product in zip(sampling.shares(at), d, strict=True))
+        terms = (fraction * product for fraction, product in zip(sampling.fractions(at), d, strict=True))
         da = jnp.where(at.counts, total(*terms), 0)  # (5)
     if "sampling_locations" in wanted:
         dx = dy = jnp.zeros_like(weight)
@@ -65,7 +65,7 @@ def at_all_points(
     options: Options, wanted: Collection[str], operands: Operands, dout: jax.Array
 ) -> PointGrads:
     """Returns the points' gradients, [B, Q, M, K] each: all points at once, as a GPU takes them."""
-    at, weight = sampling.places(options, operands)
+    at, weight = sampling.all_pixels(options, operands)
     read = lambda pixel: sampling.read_at_all_points(operands.value, pixel, dout.dtype)
     d = [(dout[:, :, :, None] * read(pixel)).sum(-1) for pixel in at.pixels]  # (4)
     return gradients(wanted, at, weight, d)  # (5) to (7)
@@ -98,7 +98,7 @@ def point_by_point(
 
     def of_point(_, point):
         level, (x, y, weight) = point
-        at = sampling.place(options, sampling.on_all_cores(level) if by_channel else level, x, y)
+        at = sampling.pixels_around(options, sampling.on_all_cores(level) if by_channel else level, x, y)
         if by_channel:
             zeros = full_like_operands(weight, weight.shape, 0, dout.dtype, (value, rows, weight))
             d = _products_by_channel(value, rows, at.pixels, zeros)  # (4)
@@ -132,13 +132,13 @@ def _products_by_channel(
     # where a pixel of a head lies in the numbers of a channel, B * M * S
     parts, channels, B, M, S = value.shape
     first = S * np.arange(B * M, dtype=np.int32).reshape(B, M, 1)
-    places = fusion.barrier([first + jnp.minimum(pixel, S - 1) for pixel in pixels])
+    entries = fusion.barrier([first + jnp.minimum(pixel, S - 1) for pixel in pixels])
 
     def add_channels(sums, part):
         tables, i = part
         rows = lax.dynamic_index_in_dim(dout, sampling.by_a_sort(i), keepdims=False)
         for table, row in zip(tables, rows, strict=True):
-            read = [table.at[place].get(mode="promise_in_bounds") for place in places]
+            read = [table.at[entry].get(mode="promise_in_bounds") for entry in entries]
             sums = [s + row * x.astype(row.dtype) for s, x in zip(sums, read, strict=True)]
         return sums, None
 

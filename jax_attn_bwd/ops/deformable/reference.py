@@ -55,12 +55,12 @@ def multi_scale_deformable_attention(
         for dy in (0, 1):
             for dx in (0, 1):
                 cx, cy = x0.astype(jnp.int32) + dx, y0.astype(jnp.int32) + dy
-                share = (fx if dx else 1 - fx) * (fy if dy else 1 - fy)
+                fraction = (fx if dx else 1 - fx) * (fy if dy else 1 - fy)
                 inside = (cx >= 0) & (cx < W) & (cy >= 0) & (cy < H)
                 inside &= (between[0] if dx else True) & (between[1] if dy else True)
                 index = jnp.where(inside, start + cy * W + cx, 0)
                 pixel = jnp.where(inside[..., None], value[b, index, m], 0)  # [B, Q, M, P, D]
-                scale = jnp.where(counts, weight[..., first : first + P] * share, 0)
+                scale = jnp.where(counts, weight[..., first : first + P] * fraction, 0)
                 out += (scale[..., None] * pixel).sum(-2)
         start, first = start + H * W, first + P
     return jnp.asarray(out, value.dtype).reshape(B, Q, M * D)

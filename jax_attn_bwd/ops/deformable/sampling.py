@@ -40,7 +40,7 @@ class Location(NamedTuple):
     dy: jax.Array
 
 
-class Place(NamedTuple):
+class Pixels(NamedTuple):
     """The pixels around a sampling point, all of the shape of x; fields as in `Location`."""
 
     counts: jax.Array
@@ -54,7 +54,7 @@ class Place(NamedTuple):
 class Corners(NamedTuple):
     """The corners of all sampling points of all queries and heads; n = B * Q * M."""
 
-    at: Place  # arrays [K, n]
+    at: Pixels  # arrays [K, n]
     weight: jax.Array  # [K, n]
     rows: jax.Array  # int32 [C, K, n], of `value [B * S * M, D]`; B * S * M = outside
 
@@ -96,18 +96,18 @@ def samples(options: Options, operands: Operands, heads_first: bool = False) -> 
     return Samples(*(points_in_front(x, heads_first) for x in points(options, operands)))
 
 
-def places(options: Options, operands: Operands) -> tuple[Place, jax.Array]:
+def all_pixels(options: Options, operands: Operands) -> tuple[Pixels, jax.Array]:
     """Returns where all points lie, and their weights, [B, Q, M, K]."""
     found = points(options, operands)
     level = Level(*(x.reshape(1, 1, 1, -1) for x in options.levels()))
-    return place(options, level, found.x, found.y), found.weight
+    return pixels_around(options, level, found.x, found.y), found.weight
 
 
 def corners(options: Options, operands: Operands) -> Corners:
     """Returns the rows of all corners in one array, whose last axis is long: it is computed in vectors."""
     (B, Q, M, K), S = operands.attention_weights.shape, operands.value.shape[1]
     found = fusion.barrier(Samples(*(x.reshape(K, -1) for x in samples(options, operands))))
-    at = place(options, Level(*(x[:, None] for x in options.levels())), found.x, found.y)
+    at = pixels_around(options, Level(*(x[:, None] for x in options.levels())), found.x, found.y)
 
     # pixels of each batch entry and head: B * S rows of M heads
     n = np.arange(B * Q * M, dtype=np.int32)
@@ -154,7 +154,7 @@ def locate(options: Options, level: Level, x: jax.Array, y: jax.Array) -> Locati
     )
 
 
-def place(options: Options, level: Level, x: jax.Array, y: jax.Array) -> Place:
+def pixels_around(options: Options, level: Level, x: jax.Array, y: jax.Array) -> Pixels:
     """Finds the pixels around the point (x, y), 0 to 1, on `level`, and how it lies between them."""
     # which of the four corners are pixels of the level
     at = locate(options, level, x, y)
@@ -170,7 +170,7 @@ def place(options: Options, level: Level, x: jax.Array, y: jax.Array) -> Place:
         under = first + level.width
         corners += [(right & above, first + 1), (left & below, under), (right & below, under + 1)]
     pixels = tuple(jnp.where(seen, index, jnp.int32(outside)) for seen, index in corners)
-    return Place(counts, pixels, at.right, at.below, at.dx, at.dy)
+    return Pixels(counts, pixels, at.right, at.below, at.dx, at.dy)
 
 
 def _coordinate(options: Options, location: jax.Array, size: Any) -> tuple:
@@ -203,7 +203,7 @@ def _floor(x: jax.Array) -> jax.Array:
     return truncated - (x < truncated.astype(x.dtype)).astype(jnp.int32)
 
 
-def shares(at: Place) -> tuple[jax.Array, ...]:
+def fractions(at: Pixels) -> tuple[jax.Array, ...]:
     """Returns the bilinear weight of each corner."""
     if len(at.pixels) == 1:
         return (jnp.ones_like(at.right),)
@@ -211,10 +211,10 @@ def shares(at: Place) -> tuple[jax.Array, ...]:
     return above * left, above * at.right, at.below * left, at.below * at.right
 
 
-def scales(at: Place, weight: jax.Array) -> tuple[jax.Array, ...]:
-    """Returns each corner's share of the weight, 0 where the point is skipped."""
+def scales(at: Pixels, weight: jax.Array) -> tuple[jax.Array, ...]:
+    """Returns each corner's fraction of the weight, 0 where the point is skipped."""
     weight = jnp.where(at.counts, weight, 0)
-    return tuple(share * weight for share in shares(at))
+    return tuple(fraction * weight for fraction in fractions(at))
 
 
 def read(value: jax.Array, pixel: jax.Array, heads_first: bool = False, mode: str = "fill") -> jax.Array:

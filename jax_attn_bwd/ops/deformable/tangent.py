@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax_attn_bwd._core.products import sum_of_products
 from jax_attn_bwd.ops.deformable import forward, sampling
 from jax_attn_bwd.ops.deformable.plan import Plan, with_all_pixels
-from jax_attn_bwd.ops.deformable.sampling import Place
+from jax_attn_bwd.ops.deformable.sampling import Pixels
 from jax_attn_bwd.ops.deformable.spec import Operands, Options
 
 
@@ -72,19 +72,19 @@ def _of_points(options: Options, operands: Operands, tangents: Operands) -> tupl
 
 
 def _factors(
-    at: Place, weight: jax.Array, dx: jax.Array, dy: jax.Array, da: jax.Array
+    at: Pixels, weight: jax.Array, dx: jax.Array, dy: jax.Array, da: jax.Array
 ) -> tuple[jax.Array, ...]:
-    """Returns da share + a dshare of each corner, 0 where the point is skipped."""
+    """Returns da fraction + a dfraction of each corner, 0 where the point is skipped."""
     weight, da = (jnp.where(at.counts, x, 0) for x in (weight, da))
-    shares = sampling.shares(at)
-    if len(shares) == 1:
+    fractions = sampling.fractions(at)
+    if len(fractions) == 1:
         return (da,)
     dr, db = (weight * jnp.where(at.counts, step * x, 0) for step, x in ((at.dx, dx), (at.dy, dy)))  # (12)
     r, b = at.right, at.below
-    dshares = (
+    dfractions = (
         -(1 - b) * dr - (1 - r) * db,
         (1 - b) * dr - r * db,
         -b * dr + (1 - r) * db,
         b * dr + r * db,
     )  # (13), times the weight
-    return tuple(da * share + dshare for share, dshare in zip(shares, dshares, strict=True))
+    return tuple(da * fraction + dfraction for fraction, dfraction in zip(fractions, dfractions, strict=True))

@@ -30,7 +30,7 @@ from jax import lax
 from jax_attn_bwd._core import fusion
 from jax_attn_bwd._core.sharding import full_like_operands
 from jax_attn_bwd.ops.deformable import sampling
-from jax_attn_bwd.ops.deformable.sampling import BLOCK, Corners, Location, Place, Samples
+from jax_attn_bwd.ops.deformable.sampling import BLOCK, Corners, Location, Pixels, Samples
 from jax_attn_bwd.ops.deformable.spec import Level, Operands, Options
 
 _GROUP_BYTES = 1 << 24  # of `following`, up to which it may be larger than `dout`
@@ -41,7 +41,7 @@ def point_by_point(options: Options, operands: Operands, dout: jax.Array) -> jax
 
     def add_point(dvalue, point):
         level, (x, y, weight) = point
-        at = sampling.place(options, level, x, y)
+        at = sampling.pixels_around(options, level, x, y)
         at, scales = fusion.barrier((at, sampling.scales(at, weight)))
         return _add(dvalue, at, scales, dout), None
 
@@ -53,7 +53,7 @@ def point_by_point(options: Options, operands: Operands, dout: jax.Array) -> jax
 
 def in_any_order(options: Options, operands: Operands, dout: jax.Array) -> jax.Array:
     """Returns `dvalue [B, S, M, D]` from `dout [B, Q, M, D]`, added up in the order of the moment."""
-    at, weight = sampling.places(options, operands)
+    at, weight = sampling.all_pixels(options, operands)
     value = operands.value
     zeros = full_like_operands(value, value.shape, 0, dout.dtype, (operands, dout))
     return _add(zeros, at, sampling.scales(at, weight), dout[:, :, :, None])
@@ -79,7 +79,7 @@ def at_corners(corners: Corners, operands: Operands, dout: jax.Array, by_pixel: 
     return fusion.barrier(sums.reshape(value.shape))
 
 
-def _add(dvalue: jax.Array, at: Place, scales: Sequence[jax.Array], dout: jax.Array) -> jax.Array:
+def _add(dvalue: jax.Array, at: Pixels, scales: Sequence[jax.Array], dout: jax.Array) -> jax.Array:
     """Adds `scale * dout [B, Q, M, D]` to `dvalue [B, S, M, D]` at each corner; what lies outside is dropped.
 
     For all points, `dout` is `[B, Q, M, 1, D]`. The compiler orders the additions; on a GPU the order
@@ -120,8 +120,8 @@ class Pairs(NamedTuple):
     upper: jax.Array  # int32: left pixel, padding counted; past the end = outside
     lower: jax.Array
     weight: jax.Array
-    right: jax.Array  # the right pixel's share
-    below: jax.Array  # the lower pair's share
+    right: jax.Array  # the right pixel's fraction
+    below: jax.Array  # the lower pair's fraction
 
 
 def in_pairs(options: Options, size: int, operands: Operands, dout: jax.Array) -> jax.Array:
@@ -192,11 +192,11 @@ def _add_pairs(dvalue: jax.Array, pairs: Pairs, rows: jax.Array) -> jax.Array:
 
     # point by point, to the upper and to the lower pair
     def add_point(dvalue, point):
-        for start, share in (
+        for start, fraction in (
             (point.upper, (1 - point.below) * point.weight),
             (point.lower, point.below * point.weight),
         ):
-            left, right = ((1 - point.right) * share)[:, None], (point.right * share)[:, None]
+            left, right = ((1 - point.right) * fraction)[:, None], (point.right * fraction)[:, None]
             pair = jnp.where(is_left, left, right) * twice
             dvalue = _add_rows(dvalue, start[:, None], pair)
         return dvalue, None
@@ -230,7 +230,7 @@ class Runs(NamedTuple):
     weight: jax.Array
 
 
-class Sums(NamedTuple):
+class RunSums(NamedTuple):
     """Sums of the runs that lead blocks of `Runs`, and blocks of such blocks. C corners."""
 
     cell: jax.Array  # int32 [B, M, n / BLOCK, BLOCK]
@@ -269,9 +269,9 @@ def _groups(options: Options, dout: jax.Array) -> Iterator[slice]:
     is_known, first, points = all(isinstance(n, int) for n in dout.shape), 0, 0
     for level, more in enumerate(options.num_points):
         points += more
-        share = points * _corners(options) / BLOCK  # of the size of dout
-        is_small = is_known and share * dout.size * dout.dtype.itemsize <= _GROUP_BYTES
-        if level > first and share > 2 and not is_small:
+        growth = points * _corners(options) / BLOCK  # of the size of dout
+        is_small = is_known and growth * dout.size * dout.dtype.itemsize <= _GROUP_BYTES
+        if level > first and growth > 2 and not is_small:
             yield slice(first, level)
             first, points = level, more
     yield slice(first, len(options.num_points))
@@ -286,7 +286,7 @@ def _of_levels(options: Options, samples: Samples, dout: jax.Array) -> jax.Array
     following = _sum_of_first_run(_at_corners(options, runs, rows), runs.cell)  # [B, M, n, C, D]
     cell, following = _blocks(runs.cell[..., 0]), _blocks(following)
     rest = _all_that_follow(_sum_of_first_run(following, cell), cell[..., 0])
-    sums = Sums(cell, following, cell[..., 0], rest)
+    sums = RunSums(cell, following, cell[..., 0], rest)
 
     # one corner of all pixels after the other, in the same memory
     runs, starts, sums = fusion.barrier((runs, starts, sums))
@@ -362,13 +362,13 @@ def _cells(options: Options, samples: Samples) -> tuple[int, Location, jax.Array
     return sum(sizes), at._replace(right=right, below=below), cell
 
 
-def _in_cell(index: jax.Array, share: jax.Array, between: Any) -> tuple[jax.Array, jax.Array]:
+def _in_cell(index: jax.Array, fraction: jax.Array, between: Any) -> tuple[jax.Array, jax.Array]:
     """Places a point on an axis of cells: one clamped onto the first pixel ends the cell before.
 
     It has no part in the next pixel.
     """
     alone = ~jnp.asarray(between) & (index == 0)
-    return jnp.where(alone, -1, index), jnp.where(alone, 1, share)
+    return jnp.where(alone, -1, index), jnp.where(alone, 1, fraction)
 
 
 def _at_corners(options: Options, runs: Runs, rows: jax.Array) -> jax.Array:
@@ -414,7 +414,7 @@ def _all_that_follow(rows: jax.Array, cell: jax.Array) -> jax.Array:
 
 
 def _run_of_corner(
-    options: Options, corner: int, runs: Runs, starts: jax.Array, sums: Sums, dout: jax.Array
+    options: Options, corner: int, runs: Runs, starts: jax.Array, sums: RunSums, dout: jax.Array
 ) -> jax.Array:
     """Sums, for each pixel, the samples of the cell that has the pixel for this corner: [B, S, M, D]."""
     # that cell, and where its run begins, [B, S, M]

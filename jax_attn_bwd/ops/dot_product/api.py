@@ -159,9 +159,9 @@ def dot_product_attention(
       summed tile by tile, as do arrays in mod_args). The derivative of `score_mod` is JAX's. Only what is
       differentiated is computed. Both `out` and `lse` are differentiable, to second order and beyond: reverse
       over reverse, forward over reverse, `jax.hessian`; `jax.jvp` of the function itself by `forward_mode`.
-      Saves its inputs, `lse` with its rounding, and `out`, a narrow one on a CPU with its rounding, too; they
-      carry the checkpoint names "attention_out" and "attention_lse". NaN in keys and values that no query
-      sees reaches no output and no gradient.
+      Saves its inputs, `lse` with its rounding, and `out`, on a CPU a narrow one in float32, too; they carry
+      the checkpoint names "attention_out" and "attention_lse". NaN in keys and values that no query sees
+      reaches no output and no gradient.
 
     Raises:
       ValueError: shapes disagree, an option is out of range, or a length or position is. A traced one is

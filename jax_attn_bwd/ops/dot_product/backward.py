@@ -147,14 +147,15 @@ def _share(w, rows, old, row, column, *, mixed):
     """Computes what a tile gives to each sum named in `old`; keys and values are `_swapped`."""
     # The tile's operands; its elements lie transposed, [..., K, S, G, T].
     block = w.tile(row, column, mixed).transposed()
-    dout, lse, low, delta = rows.map(lambda x, axis: w.rows(x, row, axis))
-    dout, (lse, low, delta) = dout.astype(block.v.dtype), (x[..., None, :, :] for x in (lse, low, delta))
+    dout, lse, rounding, delta = rows.map(lambda x, axis: w.rows(x, row, axis))
+    lse, rounding, delta = (x[..., None, :, :] for x in (lse, rounding, delta))
 
     # The probabilities again, from logits formed as in the forward and the row's lse.
     logits, of = block.logits(scaled_product(block, block.q, block.k))  # (1)
-    p = jnp.exp((logits - lse) - low)  # (2)
+    p = jnp.exp((logits - lse) - rounding)  # (2)
 
     # What they give to the gradients, in the layout of the sums; arrays that no score reads get nothing.
+    dout = dout.astype(block.v.dtype)
     dp = block.through_values(dout) if old.keys() != {"value"} else None
     apart = w.mask.places is not None and mod_functions.may_lie_apart(w.mask.places, w.q)
     share = block.gradients(old, p, dout, dp, delta, of, apart)

@@ -33,7 +33,7 @@ class Block:
     v: jax.Array  # [..., s, Hv]
     bias: jax.Array | None = None  # of the elements, or of size 1
     seen: Any = None  # likewise: an array, or several whose conjunction would be larger; None = all
-    places: mod_functions.Tile | None = None  # where the elements stand, with a `score_mod`
+    places: mod_functions.Elements | None = None  # where the elements stand, with a `score_mod`
     args: tuple[Any, ...] = ()  # what it reads
     draw: Callable[[], jax.Array | None] | None = None  # draws the dropout factors; None = no dropout
     rows: str = "gt"  # the axes of queries

@@ -1,9 +1,9 @@
 """The portable path where queries lie on several devices.
 
-A part is a block of queries that attends to all keys: its rows of the output are those of the whole, and the
-gradients of keys and values are sums over the parts. Keys and values are gathered once before the loop over
-the tiles of a part, and their gradients summed once after it. `_core/split.py` runs the parts; `spec.AXES`
-tells which operands a part has its own rows of. Under causality a part is one early and one late stretch of
+A piece is a block of queries that attends to all keys: its rows of the output are those of the whole, and the
+gradients of keys and values are sums over the pieces. Keys and values are gathered once before the loop over
+the tiles of a piece, and their gradients summed once after it. `_core/split.py` runs the pieces; `spec.AXES`
+tells which operands a piece has its own rows of. Under causality a piece is one early and one late stretch of
 the queries, so that all have the same work (`plan.py`).
 """
 
@@ -25,51 +25,51 @@ def with_whole_keys(operands: Operands) -> Operands:
 
 
 def forward(plan: Plan, run: Callable[[Operands], Result], operands: Operands) -> Callable[[], Result]:
-    """Returns the call that computes the result of `run` over all parts."""
+    """Returns the call that computes the result of `run` over all pieces."""
     operands, axes = _divided(plan, operands)
-    place = split.place(operands.query, axes.query)
-    by_row: Any = place._replace(spec=place.spec[:-1])
-    places: Any = place, by_row, by_row, place if plan.splits_out else None
-    return _over_parts(plan, run, (operands,), (axes,), Result(*places))
+    spec = split.out_spec(operands.query, axes.query)
+    by_row: Any = spec._replace(spec=spec.spec[:-1])
+    specs: Any = spec, by_row, by_row, spec if plan.has_wide_out else None
+    return _over_pieces(plan, run, (operands,), (axes,), Result(*specs))
 
 
 def gradients(
     plan: Plan, run: Callable[..., dict[str, Any]], operands: Operands, names: frozenset[str], rows: Any
 ) -> Callable[[], dict[str, Any]]:
-    """Returns the call that computes these gradients, of `run`, over all parts, in the accumulator's dtype.
+    """Returns the call that computes these gradients, of `run`, over all pieces, in the accumulator's dtype.
 
     `rows` are the result, dout and dlse, which `run` takes after the operands.
     """
     by_row = operands.arrays_with("t")
-    places = {name: split.place(operands.array(name), by_row.get(name)) for name in names - {"mod_args"}}
+    specs = {name: split.out_spec(operands.array(name), by_row.get(name)) for name in names - {"mod_args"}}
     if "mod_args" in names:
-        places["mod_args"] = split.SUM
+        specs["mod_args"] = split.SUM
     operands, axes = _divided(plan, operands)
-    return _over_parts(plan, run, (operands, *rows), (axes, *(axes.query for _ in rows)), places)
+    return _over_pieces(plan, run, (operands, *rows), (axes, *(axes.query for _ in rows)), specs)
 
 
 def tangent(
     plan: Plan, run: Callable[..., Any], operands: Operands, result: Result, tangents: Operands
 ) -> Callable[[], tuple[Any, Any]]:
-    """Returns the call that computes the two sums of `run` over all parts.
+    """Returns the call that computes the two sums of `run` over all pieces.
 
     `tangents` are divided as the operands are; those that are zero have no axes.
     """
     operands, axes = _divided(plan, operands)
     tangents = _with_gathered_keys(plan, tangents)
-    place = split.place(operands.query, axes.query)
-    places = place, place._replace(spec=place.spec[:-1])
+    spec = split.out_spec(operands.query, axes.query)
+    specs = spec, spec._replace(spec=spec.spec[:-1])
     all_axes = axes, axes.query, tangents.axes(tangents.arrays_with("t"))
-    return _over_parts(plan, partial(run, plan), (operands, result, tangents), all_axes, places)
+    return _over_pieces(plan, partial(run, plan), (operands, result, tangents), all_axes, specs)
 
 
-def _over_parts(
-    plan: Plan, run: Callable[..., Any], arrays: Any, axes: Any, places: Any
+def _over_pieces(
+    plan: Plan, run: Callable[..., Any], arrays: Any, axes: Any, specs: Any
 ) -> Callable[[], Any]:
-    """Returns the call that computes `run(operands, ...)` over all parts."""
-    assert plan.pieces is not None  # else there are no parts
-    of_part = lambda operands, *others: run(_part(plan, operands), *others)
-    return split.over(plan.pieces, of_part, arrays, axes, places)
+    """Returns the call that computes `run(operands, ...)` over all pieces."""
+    assert plan.pieces is not None  # else there are no pieces
+    of_piece = lambda operands, *others: run(_piece(plan, operands), *others)
+    return split.over(plan.pieces, of_piece, arrays, axes, specs)
 
 
 def _with_gathered_keys(plan: Plan, operands: Operands) -> Operands:
@@ -99,12 +99,12 @@ def _divided(plan: Plan, operands: Operands) -> tuple[Operands, Any]:
     return operands, axes
 
 
-def _part(plan: Plan, part: Operands) -> Operands:
-    """Returns the operands of a part, which know where its queries lie if that matters."""
-    mask = part.mask
+def _piece(plan: Plan, piece: Operands) -> Operands:
+    """Returns the operands of a piece, which know where its queries lie if that matters."""
+    mask = piece.mask
     reads_rows = mask.is_banded or mask.mask_mod is not None or plan.options.score_mod is not None
     if mask.query_seq_lengths is None and not (reads_rows and mask.query_positions is None):
-        return part
-    assert plan.pieces is not None  # else there are no parts
-    origins = plan.pieces.origins(plan.pieces.index(), part.query.shape[-3])
-    return part._replace(mask=mask.replace(query_origin=origins))
+        return piece
+    assert plan.pieces is not None  # else there are no pieces
+    origins = plan.pieces.origins(plan.pieces.index(), piece.query.shape[-3])
+    return piece._replace(mask=mask.replace(query_origin=origins))

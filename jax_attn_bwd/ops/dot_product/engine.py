@@ -3,8 +3,8 @@
 A block is the attention of T queries to S keys, which may be some of the keys that the queries attend to.
 What follows holds for every implementation, and for each pair of a forward with a backward:
 
-* `forward` gives `Result(out, lse, lse_low, out_low)` over the keys of the block alone, with what rounding
-  took where that counts. A query that sees none of them has out = 0 and lse = -inf. So blocks 1 and 2 of
+* `forward` gives `Result(out, lse, lse_rounding, wide_out)` over the keys of the block alone, lse with its
+  rounding where that counts. A query that sees none of them has out = 0 and lse = -inf. So blocks 1 and 2 of
   disjoint keys make up
 
       lse = log(exp(lse_1) + exp(lse_2)),   out = exp(lse_1 - lse) out_1 + exp(lse_2 - lse) out_2
@@ -49,8 +49,8 @@ from jax_attn_bwd.ops.dot_product.materialized import plane as plane
 from jax_attn_bwd.ops.dot_product.materialized import probabilities as probabilities
 from jax_attn_bwd.ops.dot_product.materialized import tangent_of_logits as tangent_of_logits
 from jax_attn_bwd.ops.dot_product.plan import Plan as Plan
-from jax_attn_bwd.ops.dot_product.plan import low_matters as low_matters
 from jax_attn_bwd.ops.dot_product.plan import plan as planned
+from jax_attn_bwd.ops.dot_product.plan import rounding_matters as rounding_matters
 from jax_attn_bwd.ops.dot_product.row_terms import delta as delta
 from jax_attn_bwd.ops.dot_product.row_terms import gradient_of_sink as gradient_of_sink
 from jax_attn_bwd.ops.dot_product.row_terms import sees_nothing as sees_nothing
@@ -100,8 +100,8 @@ def differentiated(plan: Plan, wanted: Iterable[str]) -> Plan:
 
     The portable path computes it whatever is asked: XLA drops what no one keeps.
     """
-    is_asked = _sum_rows(wanted) and plan.low_matters
-    return replace(plan, keeps_low=True) if is_asked and plan.implementation != _PORTABLE.name else plan
+    is_asked = _sum_rows(wanted) and plan.rounding_matters
+    return replace(plan, keeps_rounding=True) if is_asked and plan.implementation != _PORTABLE.name else plan
 
 
 def _sum_rows(wanted: Iterable[str]) -> bool:
@@ -111,21 +111,21 @@ def _sum_rows(wanted: Iterable[str]) -> bool:
 def pack_residuals(plan: Plan, result: Result, wanted: Iterable[str]) -> Result:
     """Returns what a rule keeps of a forward, under the names by which checkpoint policies know it.
 
-    `out_low` is kept by a plan that says so, else for the gradients that need it. Without them it has no
+    `wide_out` is kept by a plan that says so, else for the gradients that need it. Without them it has no
     elements, rather than not to be: JAX keeps one structure of residuals for all derivatives of a jitted
     function.
     """
-    is_kept = plan.out_in_two or (result.out_low is not None and _sum_rows(wanted))
-    if plan.splits_out and not is_kept:
-        result = result._replace(out_low=jnp.zeros((0,), result.out.dtype))
-    name = lambda field: "attention_out" if field.startswith("out") else "attention_lse"
+    is_kept = plan.keeps_wide or (result.wide_out is not None and _sum_rows(wanted))
+    if plan.has_wide_out and not is_kept:
+        result = result._replace(wide_out=jnp.zeros((0,), result.lse.dtype))
+    name = lambda field: "attention_out" if field.endswith("out") else "attention_lse"
     return Result(**{field: checkpoint_name(x, name(field)) for field, x in result._asdict().items()})
 
 
 def unpack_residuals(result: Result) -> Result:
     """Returns the result that `pack_residuals` kept, for the backward."""
-    low = result.out_low
-    return result._replace(out_low=None) if low is not None and low.ndim == 1 else result
+    wide = result.wide_out
+    return result._replace(wide_out=None) if wide is not None and wide.ndim == 1 else result
 
 
 def backward(

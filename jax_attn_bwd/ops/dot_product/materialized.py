@@ -15,12 +15,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_attn_bwd._core import float_leaves
-from jax_attn_bwd._core.numerics import finite, lost_to, moved, reduce_to, to_rank
+from jax_attn_bwd._core.numerics import fast_two_sum, finite, moved, reduce_to, rounding_of, to_rank
 from jax_attn_bwd._core.products import einsum, sum_of_products
 from jax_attn_bwd.ops.dot_product import layout, mod_functions, row_terms, visibility
 from jax_attn_bwd.ops.dot_product.block import Block, dropout_factors
 from jax_attn_bwd.ops.dot_product.devices import with_whole_keys
-from jax_attn_bwd.ops.dot_product.online_softmax import log_sum
 from jax_attn_bwd.ops.dot_product.plan import PLAIN, Forms, Materialized, Plan, product_dtype
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options, Result, Wanted
 from jax_attn_bwd.ops.dot_product.tiles import places, unpoisoned
@@ -90,7 +89,7 @@ def _vector_last(subscripts: str, x: jax.Array, y: jax.Array, **options: Any) ->
     return moved(found, -3, -1)
 
 
-class _Rows(NamedTuple):
+class _PlaneSoftmax(NamedTuple):
     """The softmax over the plane's own keys, and the sink, `[..., K, G, T|1, S|1]`."""
 
     e: jax.Array  # exp(logits - m)
@@ -99,7 +98,7 @@ class _Rows(NamedTuple):
     empty: jax.Array | None  # rows that attend to nothing; None = there are none
 
 
-def _softmax(plane: Plane, logits: jax.Array) -> _Rows:
+def _softmax(plane: Plane, logits: jax.Array) -> _PlaneSoftmax:
     """Computes the softmax of the rows, and the sink."""
     # Written as `jax.nn.softmax` is: XLA:CPU hands maximum, difference and exponential to one library loop
     # where nothing else reads the maximum, and nothing stands behind it.
@@ -120,8 +119,8 @@ def _softmax(plane: Plane, logits: jax.Array) -> _Rows:
 
     # Rows that attend to nothing: l is 0.
     if plane.live is None:
-        return _Rows(e, m, l, None)
-    return _Rows(e, m, jnp.where(l == 0, 1, l), l == 0)
+        return _PlaneSoftmax(e, m, l, None)
+    return _PlaneSoftmax(e, m, jnp.where(l == 0, 1, l), l == 0)
 
 
 def _greatest_from_least(logits: jax.Array) -> jax.Array:
@@ -144,21 +143,22 @@ def _in_reach(schedule: Materialized, operands: Operands) -> Operands:
 
 def forward(plan: Plan, schedule: Materialized, operands: Operands) -> Result:
     """Computes attention over all keys, with its row values."""
-    # The softmax, and lse with what rounding takes from it.
+    # The softmax, and lse with its rounding.
     operands = _in_reach(schedule, operands)
     whole = plane(plan.options, operands, plan.forms)
     e, m, l, empty = _softmax(whole, whole.logits(whole.scaled_product())[0])
-    lse, low = log_sum(m, l)
+    lse, rounding = fast_two_sum(m, jnp.log(l))
     if empty is not None:
-        lse, low = jnp.where(empty, -jnp.inf, lse), jnp.where(empty, 0, low)
+        lse, rounding = jnp.where(empty, -jnp.inf, lse), jnp.where(empty, 0, rounding)
 
-    # The output (4), divided by l after the product, and what rounding its factor takes where that matters.
-    e, v, lost = whole.dropped(e), whole.v, None
+    # The output (4), divided by l after the product, and the rounding of its factor where that matters.
+    e, v, out_rounding = whole.dropped(e), whole.v, None
     times_v = lambda e: einsum("...kgts,...ksh->...kgth", e, v, **whole.product) / l
     out = times_v(e.astype(v.dtype))
-    if v.dtype != e.dtype and plan.low_matters:
-        lost = times_v(lost_to(v.dtype, e))
-    return row_terms.of_forward(operands, plan.splits_out, out, lse[..., 0], low[..., 0], lost)
+    if v.dtype != e.dtype and plan.rounding_matters:
+        out_rounding = times_v(rounding_of(e, v.dtype))
+    rows = lse[..., 0], rounding[..., 0]
+    return row_terms.of_forward(operands, plan.has_wide_out, out, out_rounding, *rows)
 
 
 def backward(
@@ -260,8 +260,8 @@ def probabilities(plane: Plane, result: Result | None) -> jax.Array:
     groups = plane.q.shape[-3]
     lse = layout.split_rows(result.lse, groups)[..., None]
     p = plane.logits(plane.scaled_product())[0] - (lse if plane.live is None else finite(lse))
-    if result.lse_low is not None:
-        p = p - layout.split_rows(result.lse_low, groups)[..., None]
+    if result.lse_rounding is not None:
+        p = p - layout.split_rows(result.lse_rounding, groups)[..., None]
     return jnp.exp(p)
 
 

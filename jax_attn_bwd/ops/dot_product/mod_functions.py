@@ -68,7 +68,7 @@ def sees_diagonal(mask: Mask) -> bool:
     return elementwise.is_true_on_diagonal(mask.mask_mod, (index, index), index, args)
 
 
-class Tile(NamedTuple):
+class Elements(NamedTuple):
     """Where the elements of a tile stand, all in one order of axes."""
 
     batch: jax.Array
@@ -78,7 +78,7 @@ class Tile(NamedTuple):
     seen: jax.Array | None  # which are; None = all
 
 
-def scored(options: Options, logits: jax.Array, tile: Tile, args: tuple[Any, ...]) -> jax.Array:
+def scored(options: Options, logits: jax.Array, tile: Elements, args: tuple[Any, ...]) -> jax.Array:
     """Puts `logits` of a tile through `score_mod`; where they are not seen anything, with derivative 0."""
     score, seen = options.score_mod, tile.seen
     if score is None:
@@ -88,7 +88,12 @@ def scored(options: Options, logits: jax.Array, tile: Tile, args: tuple[Any, ...
 
 
 def pulled_back(
-    options: Options, logits: jax.Array, tile: Tile, args: tuple[Any, ...], dlogits: jax.Array, to_args: bool
+    options: Options,
+    logits: jax.Array,
+    tile: Elements,
+    args: tuple[Any, ...],
+    dlogits: jax.Array,
+    to_args: bool,
 ) -> tuple[jax.Array, Any]:
     """Returns (cotangent of what `scored` was handed; of the floats in `args`, None unless `to_args`)."""
     numbers = float_leaves.floats(args)
@@ -99,7 +104,7 @@ def pulled_back(
 
 
 def pushed_forward(
-    options: Options, logits: jax.Array, tile: Tile, args: tuple[Any, ...], dlogits: jax.Array, dargs: Any
+    options: Options, logits: jax.Array, tile: Elements, args: tuple[Any, ...], dlogits: jax.Array, dargs: Any
 ) -> tuple[jax.Array, jax.Array]:
     """Returns (what `scored` gives, its tangent) by tangents of logits and of floats in `args`; None = 0."""
     numbers = float_leaves.floats(args)
@@ -124,7 +129,12 @@ def pulled_back_to(numbers: Any, read: Callable[..., Any], cotangents: Callable[
 
 
 def pulled_back_apart(
-    options: Options, logits: jax.Array, tile: Tile, args: tuple[Any, ...], dlogits: jax.Array, groups: int
+    options: Options,
+    logits: jax.Array,
+    tile: Elements,
+    args: tuple[Any, ...],
+    dlogits: jax.Array,
+    groups: int,
 ) -> tuple[jax.Array, Any]:
     """Does what `pulled_back` does, each batch entry and head apart: cotangents `[..., K, G, *shape]`.
 
@@ -136,7 +146,7 @@ def pulled_back_apart(
         logits, dlogits, args, *tile = pallas.vary_alike(given)  # else each tile's share would be summed
 
         def of_head(logits, dlogits, *tile):
-            places = Tile(*tile, *(None for _ in Tile._fields[len(tile) :]))
+            places = Elements(*tile, *(None for _ in Elements._fields[len(tile) :]))
             return pulled_back(options, logits, places, args, dlogits, to_args=True)
 
         return _over(of_head, axes, (logits, dlogits, *tile))
@@ -169,7 +179,7 @@ def may_lie_apart(at: Places, q: jax.Array) -> bool:
     return known and math.prod(q.shape[:-2]) * sum(sizes) <= APART
 
 
-class Tiles(NamedTuple):
+class TileBounds(NamedTuple):
     """Bounds of each tile, `[..., query tiles, key tiles]`; NumPy where known at trace time."""
 
     some: Any  # False: nothing is seen
@@ -177,7 +187,7 @@ class Tiles(NamedTuple):
     final: bool  # whether nothing more can be known at run time
 
 
-def of_tiles(mask_mod: Callable[..., Any], at: Places, row: Any, column: Any) -> Tiles:
+def of_tiles(mask_mod: Callable[..., Any], at: Places, row: Any, column: Any) -> TileBounds:
     """Bounds the tiles by (least, greatest) row `[..., query tiles, 1]` and column `[..., 1, key tiles]`."""
     rank = at.batch.ndim
 
@@ -197,7 +207,7 @@ def known_tiles(
     lengths: tuple[int, int],
     blocks: tuple[int, int],
     by_index: bool,
-) -> Tiles:
+) -> TileBounds:
     """Bounds the tiles at trace time, where no array is known; nor are positions, unless they are indices."""
     # Arrays are unknown; a block of positions ranges over its indices, or is unknown, too.
     rank = at.batch.ndim
@@ -217,12 +227,12 @@ def known_tiles(
     grid = tuple(-(-n // block) for n, block in zip(lengths, blocks, strict=True))
     lead = tuple(range(some.ndim - 2))
     some, every = (np.broadcast_to(x, grid) for x in (some.any(lead), every.all(lead)))
-    return Tiles(some, every, final)
+    return TileBounds(some, every, final)
 
 
-def _of_all_heads(found: intervals.Interval, rank: int) -> Tiles:
+def _of_all_heads(found: intervals.Interval, rank: int) -> TileBounds:
     least, greatest = (to_rank(x, rank) for x in (found.least, found.greatest))
-    return Tiles(greatest.any((-4, -3)), least.all((-4, -3)), not found.vague)
+    return TileBounds(greatest.any((-4, -3)), least.all((-4, -3)), not found.vague)
 
 
 _HALVES = ("int2", "int4", "uint2", "uint4", "float4_e2m1fn")

@@ -1,18 +1,18 @@
-"""The online softmax: keys arrive in pieces, and each row keeps the maximum and the sums so far.
+"""The online softmax: keys arrive in blocks, and each row keeps the maximum and the sums so far.
 
-With m the greatest logit of a row so far, over pieces in any order:
+With m the greatest logit of a row so far, over blocks in any order:
 
     m'   = max(m, max_s logits_s)
     l'   = l   exp(m - m') + sum_s exp(logits_s - m')
     acc' = acc exp(m - m') + sum_s exp(logits_s - m') v_s
     at the end   out = acc / l,   lse = m + log l
 
-A piece is a tile of keys, the keys of a device of a ring, or the rows that the layer appends; one whose
+A block is a tile of keys, the keys of a device of a ring, or the rows that the layer appends; one whose
 attention (out, lse) is known counts as a single logit lse with the value out. A sink is one more logit
 without a value: it starts the row at m = sink, l = 1.
 
-Where all logits of a row are huge and alike (-1e9 as a mask), log l is lost when lse is rounded, so the
-remainder lse_low = (m - lse) + log l is kept beside it: the backward needs exp(logits - lse) to be exact.
+Where all logits of a row are huge and alike (-1e9 as a mask), lse is m, so its rounding, of which
+`_core/numerics.py` tells, is kept beside it: the backward needs exp(logits - lse) to be exact.
 
 References:
   Milakov and Gimelshein, Online normalizer calculation for softmax, 2018, arXiv:1805.02867.
@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_attn_bwd._core.numerics import accumulator_dtype, finite, to_rank
+from jax_attn_bwd._core.numerics import accumulator_dtype, fast_two_sum, finite, to_rank
 from jax_attn_bwd._core.sharding import full_like_operands
 
 
@@ -55,32 +55,25 @@ def weights(m: jax.Array, logits: jax.Array) -> tuple[jax.Array, jax.Array, jax.
     return greatest, jnp.exp(m - shift), jnp.exp(logits - shift[..., None])
 
 
-def merged(state: State, out: jax.Array, lse: jax.Array, lse_low: Any) -> State:
+def merged(state: State, out: jax.Array, lse: jax.Array, rounding: Any) -> State:
     """Adds keys whose attention is (out, lse) to the state: together they weigh as one logit lse."""
     m = lax.stop_gradient(jnp.maximum(state.m, lse))
     shift = finite(m)
-    decay, share = jnp.exp(state.m - shift), jnp.exp((lse - shift) + (0 if lse_low is None else lse_low))
-    return State(state.acc * decay[..., None] + share[..., None] * out, m, state.l * decay + share)
+    decay, factor = jnp.exp(state.m - shift), jnp.exp((lse - shift) + (0 if rounding is None else rounding))
+    return State(state.acc * decay[..., None] + factor[..., None] * out, m, state.l * decay + factor)
 
 
 def finished(state: State, may_be_empty: bool = True) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns (out, lse, lse_low); a row without a key, where there may be one, gives 0, -inf, 0."""
+    """Returns (out, lse, lse_rounding); a row without a key, where there may be one, gives 0, -inf, 0."""
     if not may_be_empty:
-        return state.acc / state.l[..., None], *log_sum(state.m, state.l)
-    _, l, lse, low = of_rows(state.m, state.l)
-    return state.acc / l[..., None], lse, low
+        return state.acc / state.l[..., None], *fast_two_sum(state.m, jnp.log(state.l))
+    _, l, lse, rounding = of_rows(state.m, state.l)
+    return state.acc / l[..., None], lse, rounding
 
 
 def of_rows(m: jax.Array, l: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Returns (m, l, lse, lse_low); of a row without a key 0, 1, -inf, 0."""
+    """Returns (m, l, lse, lse_rounding); of a row without a key 0, 1, -inf, 0."""
     empty = l == 0
     m, l = finite(m), jnp.where(empty, 1, l)
-    lse, low = log_sum(m, l)
-    return m, l, jnp.where(empty, -jnp.inf, lse), jnp.where(empty, 0, low)
-
-
-def log_sum(m: jax.Array, l: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns (m + log l, what rounding takes from it)."""
-    log_l = jnp.log(l)
-    lse = m + log_l
-    return lse, lax.stop_gradient((m - lse) + log_l)
+    lse, rounding = fast_two_sum(m, jnp.log(l))
+    return m, l, jnp.where(empty, -jnp.inf, lse), jnp.where(empty, 0, rounding)

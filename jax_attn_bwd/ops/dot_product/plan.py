@@ -150,7 +150,7 @@ class Materialized:
 
 
 @dataclass(frozen=True)
-class _Blocks:
+class _BlockedPlane:
     """A plane that is cut into blocks of rows and columns."""
 
     block_q: int
@@ -162,7 +162,7 @@ class _Blocks:
 
 
 @dataclass(frozen=True)
-class Tiles(_Blocks):
+class Tiles(_BlockedPlane):
     """Tiles one after the other, which add to sums, see `tiles.py`."""
 
     product_dtype: str  # of the factors of matrix products
@@ -176,7 +176,7 @@ class Tiles(_Blocks):
 
 
 @dataclass(frozen=True)
-class Strips(_Blocks):
+class Strips(_BlockedPlane):
     """Blocks of rows or keys against all that they meet, see `strips.py`."""
 
     head_slices: int = 0  # of batch and heads of a device, one axis of strips; 0 = axes of their own
@@ -489,9 +489,9 @@ class Plan:
       schedule: of the portable path, which also gives the derivatives of kernels' results.
       pieces: into which the portable path cuts the queries for devices; None = it does not.
       forms: of the steps of a whole plane.
-      out_in_two: whether what rounding takes from `out` is kept, whatever is differentiated.
-      low_matters: whether it would be missed by some gradients, with what rounding takes from p.
-      keeps_low: whether a kernel's forward keeps both.
+      keeps_wide: whether a narrow `out` is kept wide, too, whatever is differentiated.
+      rounding_matters: whether some gradients would miss the rounding of `out` and of p.
+      keeps_rounding: whether a kernel's forward keeps both.
     """
 
     options: Options
@@ -499,14 +499,14 @@ class Plan:
     schedule: Schedule
     pieces: Pieces | None = None
     forms: Forms = PLAIN
-    out_in_two: bool = False
-    low_matters: bool = False
-    keeps_low: bool = False
+    keeps_wide: bool = False
+    rounding_matters: bool = False
+    keeps_rounding: bool = False
 
     @property
-    def splits_out(self) -> bool:
-        """Tells whether the portable path returns `out` in two numbers: rounded, and what that took."""
-        return self.out_in_two or self.low_matters
+    def has_wide_out(self) -> bool:
+        """Tells whether the portable path returns `out` twice: rounded, and as it is summed over."""
+        return self.keeps_wide or self.rounding_matters
 
     @property
     def batch_slices(self) -> int:
@@ -554,12 +554,12 @@ def plan(implementation: str, options: Options, operands: Operands) -> Plan:
     # `out` is alike for all keys, and dq and dk feel it. On a CPU it is kept, and there are no strips; what
     # it costs elsewhere is not measured.
     is_kept = implementation == "xla" and _is_narrow(operands) and targets.platform() == "cpu"
-    in_two = KEPT_ROUNDING.holds(is_kept)
+    keeps_wide = KEPT_ROUNDING.holds(is_kept)
     # So is what rounding takes from p, where it is a factor in a narrow dtype.
-    is_rounded = in_two and product_dtype(operands) == operands.query.dtype
-    low = is_rounded or low_matters(options, operands)
+    is_rounded = keeps_wide and product_dtype(operands) == operands.query.dtype
+    rounding = is_rounded or rounding_matters(options, operands)
     forms = _forms(options, operands) if isinstance(chosen, Materialized) else PLAIN
-    return Plan(options, implementation, chosen, pieces, forms, in_two, low)
+    return Plan(options, implementation, chosen, pieces, forms, keeps_wide, rounding)
 
 
 def _in_step(pieces: Pieces | None) -> int:
@@ -572,8 +572,8 @@ def _is_narrow(operands: Operands) -> bool:
     return accumulator_dtype(dtype) != dtype
 
 
-def low_matters(options: Options, operands: Operands) -> bool:
-    """Tells whether there are gradients that must not miss what rounding takes from `out` and from p.
+def rounding_matters(options: Options, operands: Operands) -> bool:
+    """Tells whether there are gradients that must not miss the rounding of `out` and of p.
 
     Those of bias and of what a score reads sum (8) over the row, and with an error of delta would be wrong by
     several times what the plain formula is. So they would be by what rounding takes from p, where it is a
@@ -601,7 +601,7 @@ def _folded(
     least = min(schedule.block_q, LEAST_TILE if targets.platform() == "cpu" else GPU_TILE // 2)
     blocks = (block for block in (schedule.block_q, schedule.block_q // 2) if block >= least)
     block_q = next((block for block in blocks if rows % (2 * block) == 0), None)
-    if not FOLDED_PARTS.holds(block_q is not None):
+    if block_q is None or not FOLDED_PARTS.holds():
         return schedule, pieces
     return replace(schedule, block_q=block_q), replace(pieces, folded=True)
 

@@ -1,8 +1,8 @@
-"""The portable path of dense attention: what computes each schedule, at once, in parts or in slices.
+"""The portable path of dense attention: what computes each schedule, at once, in pieces or in slices.
 
 A small plane is computed at once, `materialized.py`; a larger one tile by tile, `forward.py` and
 `backward.py`, or on a GPU in strips, `strips.py`. Where the queries lie on several devices, `devices.py`
-cuts the call in parts; on one device a large batch is taken in slices, so that what one of them computes
+cuts the call in pieces; on one device a large batch is taken in slices, so that what one of them computes
 stays in the cache. No call is cut both ways.
 """
 
@@ -47,7 +47,7 @@ def forward(plan: Plan, operands: Operands) -> Result:
     whole, schedule = devices.with_whole_keys(operands), plan.schedule
     run = partial(_PASSES[type(schedule)].forward, plan, schedule)
 
-    # At once, in parts of the queries, or in slices of the batch.
+    # At once, in pieces of the queries, or in slices of the batch.
     if plan.pieces is not None:
         result = devices.forward(plan, run, whole)()
     elif plan.batch_slices > 1:
@@ -70,7 +70,7 @@ def backward(
     if wanted.names == {"sink"} and not (isinstance(schedule, Materialized) and wanted.alone):
         run = partial(_of_sink_alone, plan)
 
-    # At once, in parts of the queries, or in slices of the batch, which add up what the batch shares.
+    # At once, in pieces of the queries, or in slices of the batch, which add up what the batch shares.
     if plan.pieces is not None:
         grads = devices.gradients(plan, run, operands, wanted.names, rows)()
     elif plan.batch_slices > 1:

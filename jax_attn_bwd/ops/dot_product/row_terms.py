@@ -9,25 +9,24 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_attn_bwd._core.numerics import finite, reduce_to, split_rounding, to_rank
+from jax_attn_bwd._core.numerics import finite, reduce_to, to_rank, total
 from jax_attn_bwd._core.products import sum_of_products
 from jax_attn_bwd.ops.dot_product import layout, visibility
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options, Result
 
 
 def of_forward(
-    operands: Operands, splits_out: bool, out: jax.Array, lse: jax.Array, low: jax.Array, lost: Any
+    operands: Operands, has_wide_out: bool, out: jax.Array, out_rounding: Any, lse: jax.Array, rounding: Any
 ) -> Result:
-    """Lays out `[..., K, G, T, Hv]`, what rounding its factors took and row values `[..., K, G, T]` out.
+    """Lays out `[..., K, G, T, Hv]`, the rounding of its factors and row values `[..., K, G, T]` out.
 
     As the caller has them, `[..., T, N, Hv]` and `[..., T, N]`, without padding.
     """
     T = operands.sizes.T
     whole = lambda x: layout.merge_heads(x)[..., :T, :, :]
-    lost = None if lost is None else whole(lost)
-    out, out_low = split_rounding(whole(out), operands.query.dtype, lost=lost, kept=splits_out)
-    lse, low = (layout.merge_rows(x)[..., :T, :] for x in (lse, low))
-    return Result(out, lse, low, out_low)
+    wide = whole(total(out, out_rounding)) if has_wide_out else None
+    lse, rounding = (layout.merge_rows(x)[..., :T, :] for x in (lse, rounding))
+    return Result(whole(out).astype(operands.query.dtype), lse, rounding, wide)
 
 
 def of_backward(
@@ -40,24 +39,24 @@ def of_backward(
     return heads, layout.split_rows(delta(options, operands, result, dout, dlse), groups)
 
 
-class Rows(NamedTuple):
+class RowTerms(NamedTuple):
     """Values of the rows that the gradients of every element of a row read."""
 
     dout: jax.Array  # [..., K, G, T, Hv]
     lse: jax.Array  # [..., K, G, T]
-    lse_low: jax.Array
+    lse_rounding: jax.Array
     delta: jax.Array
 
-    def map(self, f: Callable[[jax.Array, int], jax.Array]) -> "Rows":
+    def map(self, f: Callable[[jax.Array, int], jax.Array]) -> "RowTerms":
         """Returns `f(x, the axis of the rows)` of each."""
-        return Rows(f(self.dout, -2), *(f(x, -1) for x in self[1:]))
+        return RowTerms(f(self.dout, -2), *(f(x, -1) for x in self[1:]))
 
 
-def in_rows(result: Result, live: Any, dout: jax.Array, delta: jax.Array) -> Rows:
+def in_rows(result: Result, live: Any, dout: jax.Array, delta: jax.Array) -> RowTerms:
     """Lays the rows out; dout and delta, which may be anything in rows that are not `live`, are 0 there."""
-    lse, low = (layout.split_rows(x, dout.shape[-3]) for x in finite_lse(result))
+    lse, rounding = (layout.split_rows(x, dout.shape[-3]) for x in finite_lse(result))
     dout, delta = in_live_rows(live, dout, delta)
-    return Rows(dout, lse, low, delta)
+    return RowTerms(dout, lse, rounding, delta)
 
 
 def in_live_rows(live: Any, dout: jax.Array, delta: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -68,9 +67,9 @@ def in_live_rows(live: Any, dout: jax.Array, delta: jax.Array) -> tuple[jax.Arra
 
 
 def finite_lse(result: Result) -> tuple[jax.Array, jax.Array]:
-    """Returns (lse, 0 where it is -inf; what rounding took from it), each `[..., T, N]`."""
+    """Returns (lse, 0 where it is -inf; its rounding), each `[..., T, N]`."""
     lse = finite(result.lse)
-    return lse, jnp.zeros_like(lse) if result.lse_low is None else result.lse_low
+    return lse, jnp.zeros_like(lse) if result.lse_rounding is None else result.lse_rounding
 
 
 def delta(
@@ -81,7 +80,7 @@ def delta(
     dout = dout.astype(lse.dtype)
     if not visibility.every_query_sees(options, operands):
         dout = jnp.where(sees_nothing(operands, result)[..., None], 0, dout)
-    found = sum_of_products(dout, result.wide_out())
+    found = sum_of_products(dout, result.widest_out())
     return found if dlse is None else found - finite_rows(options, operands, lse, dlse)
 
 
@@ -113,5 +112,5 @@ def tangent_of_sink(sink: jax.Array, result: Result, dsink: jax.Array) -> jax.Ar
 def _probability_of_sink(sink: jax.Array, result: Result) -> jax.Array:
     """Returns exp(sink - lse), `[..., T, N]`; 0 where nothing is seen, and the sink is -inf."""
     lse = jnp.where(result.lse == -jnp.inf, jnp.inf, result.lse)
-    low = 0 if result.lse_low is None else result.lse_low
-    return jnp.exp((to_rank(sink.astype(lse.dtype), lse.ndim) - lse) - low)
+    rounding = 0 if result.lse_rounding is None else result.lse_rounding
+    return jnp.exp((to_rank(sink.astype(lse.dtype), lse.ndim) - lse) - rounding)

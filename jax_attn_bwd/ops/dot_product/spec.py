@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, TypedDict
 import jax
 
 from jax_attn_bwd._core import dropout, masks
-from jax_attn_bwd._core.numerics import join_rounding
 from jax_attn_bwd._core.serialization import exportable_tuple
 from jax_attn_bwd._core.types import Array, DropoutKeywords, Implementation, Integers, Scale
 from jax_attn_bwd.ops.dot_product import mask as mask_fields
@@ -102,9 +101,9 @@ class Operands(NamedTuple):
         for name, letters in AXES.items():
             x = self.array(name)
             if x is not None and axis in letters:
-                place = x.ndim - len(letters) + letters.index(axis)
-                if place >= 0 and x.shape[place] != 1:
-                    found[name] = place
+                index = x.ndim - len(letters) + letters.index(axis)
+                if index >= 0 and x.shape[index] != 1:
+                    found[name] = index
         return found
 
     def arrays_with_batch(self) -> frozenset[str]:
@@ -152,12 +151,12 @@ class Result(NamedTuple):
 
     out: jax.Array  # [..., T, N, Hv]
     lse: jax.Array  # [..., T, N], natural log of the row sums, float32 or wider
-    lse_low: jax.Array | None  # [..., T, N], what rounding took from lse; None = 0
-    out_low: jax.Array | None = None  # [..., T, N, Hv], what rounding took from a narrow out; None = 0
+    lse_rounding: jax.Array | None  # [..., T, N], its rounding; None = 0
+    wide_out: jax.Array | None = None  # [..., T, N, Hv], out before it is rounded, where that is kept
 
-    def wide_out(self) -> jax.Array:
-        """Returns `out` before rounding, in the dtype of lse."""
-        return join_rounding(self.out, self.out_low, self.lse.dtype)
+    def widest_out(self) -> jax.Array:
+        """Returns `out` in the dtype of lse, not rounded where that is kept, for sums over the row."""
+        return (self.out if self.wide_out is None else self.wide_out).astype(self.lse.dtype)
 
 
 class Residuals(NamedTuple):

@@ -25,7 +25,7 @@ from jax_attn_bwd.ops.dot_product.spec import Options
 def attended(
     options: Options, added_late: bool, q: Any, k: Any, v: Any, sink: Any, seen: Any, bias: Any = None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Computes (out, lse, lse_low) of rows that see these keys, and a sink, alone.
+    """Computes (out, lse, lse_rounding) of rows that see these keys, and a sink, alone.
 
     With a bias out is not rounded: what rounding takes matters to its gradient.
 
@@ -44,13 +44,13 @@ def attended(
         greatest = lax.stop_gradient(jnp.maximum(m, sink))
         shift = finite(greatest)
         m, l = greatest, l * jnp.exp(m - shift) + jnp.exp(sink - shift)
-    m, l, lse, low = online.of_rows(m, l)
+    m, l, lse, rounding = online.of_rows(m, l)
 
     # The output of the probabilities, whose logits are formed again where factors are narrow.
     if bias is not None:  # p as the backward has it: what is summed into delta is what delta is taken from
-        lse, low = map(fusion.barrier, (lse, low))
-        p = fusion.barrier(jnp.exp((logits - finite(lse)) - low).astype(v.dtype))
-        return product("...ts,...sh->...th", p, v, **block.product), lse, low
+        lse, rounding = map(fusion.barrier, (lse, rounding))
+        p = fusion.barrier(jnp.exp((logits - finite(lse)) - rounding).astype(v.dtype))
+        return product("...ts,...sh->...th", p, v, **block.product), lse, rounding
     m, l = map(fusion.barrier, (m, l))
     if q.dtype != l.dtype:
         # Other barriers than of the first product: else XLA takes both at once. Two kernels need not round
@@ -58,7 +58,7 @@ def attended(
         logits = block.logits(scaled_product(block, fusion.barrier(q), fusion.barrier(k)))[0]
     p = fusion.barrier(jnp.exp(logits - m).astype(v.dtype))
     out = product("...ts,...sh->...th", p, v, **block.product) / l
-    return out.astype(q.dtype), lse, low
+    return out.astype(q.dtype), lse, rounding
 
 
 def _greatest_and_sum(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -79,7 +79,7 @@ def _greatest_and_sum(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def shares(
     options: Options, wanted: frozenset[str],
-    k: Any, v: Any, q: Any, dout: Any, lse: Any, low: Any, delta: Any, seen: Any, bias: Any = None,
+    k: Any, v: Any, q: Any, dout: Any, lse: Any, rounding: Any, delta: Any, seen: Any, bias: Any = None,
 ) -> dict[str, jax.Array]:  # fmt: skip
     """Computes what a strip gives to each gradient that is wanted; that of the bias has all elements."""
     # The probabilities again, and what (8) and (10) multiply with.
@@ -87,7 +87,7 @@ def shares(
     if "bias" in wanted:  # it is the array that the products with queries and keys read
         block = replace(block, settled=lambda dlogits: fusion.barrier(dlogits.astype(q.dtype)))
     logits, (_, tanh) = block.logits(scaled_product(block, q, k))  # (1)
-    p, share = jnp.exp((logits - lse) - low), {}  # (2)
+    p, share = jnp.exp((logits - lse) - rounding), {}  # (2)
     if bias is not None and v.dtype != p.dtype:  # as the forward multiplied with it, and wide
         p = lax.reduce_precision(p, jnp.finfo(v.dtype).nexp, jnp.finfo(v.dtype).nmant)
     factor = p if tanh is None else p * (1 - tanh * tanh)  # of (10)

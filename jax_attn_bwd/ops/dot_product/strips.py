@@ -58,7 +58,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jax_attn_bwd._core import fusion, masks
-from jax_attn_bwd._core.numerics import accumulator_dtype, any_of_batch, reduce_to, split_rounding, to_rank
+from jax_attn_bwd._core.numerics import accumulator_dtype, any_of_batch, reduce_to, to_rank
 from jax_attn_bwd._core.pallas import on_local_shards, vary_alike
 from jax_attn_bwd._core.sharding import explicit_spec, full_like_operands, match_type, varying
 from jax_attn_bwd.ops.dot_product import layout, row_terms, visibility
@@ -87,8 +87,8 @@ def forward(plan: Plan, schedule: Strips, operands: Operands) -> Result:
         return run(operands)
     rows: Any = PartitionSpec(*explicit_spec(operands.query)[:-1])
     result = on_local_shards(run, lambda _: Result(rows, rows, rows), (operands,))
-    out, low = split_rounding(result.out, operands.query.dtype, kept=plan.splits_out)
-    return result._replace(out=out, out_low=low)
+    wide = result.out if plan.has_wide_out else None
+    return result._replace(out=result.out.astype(operands.query.dtype), wide_out=wide)
 
 
 def backward(
@@ -175,8 +175,8 @@ def _forward_by_extents(options: Options, schedule: Strips, operands: Operands) 
     arrays, bias = mask_arrays(schedule, operands), _bias(operands)
     found = over_heads(_slices_of_forward(schedule, operands, bias), run, *given, arrays, bias)
     as_given = lambda x: layout.merge_heads(x.reshape(*batch, K, G, *x.shape[-2:]))
-    out, lse, low = map(as_given, found)
-    result = Result(out, lse[..., 0], low[..., 0])
+    out, lse, rounding = map(as_given, found)
+    result = Result(out, lse[..., 0], rounding[..., 0])
     if broken is None:
         return result
     broken = layout.merge_rows(broken) & ~row_terms.sees_nothing(operands, result)
@@ -188,7 +188,7 @@ def _rows(
     options: Options, operands: Operands, cut: list[Strip], q: Any, k: Any, v: Any, sink: Any, arrays: Any,
     bias: Any,
 ) -> list[jax.Array]:  # fmt: skip
-    """Computes (out `[..., K, G, T, Hv]`, lse, lse_low `[..., K, G, T, 1]`) of some heads."""
+    """Computes (out `[..., K, G, T, Hv]`, lse, lse_rounding `[..., K, G, T, 1]`) of some heads."""
     found: list[Any] = []
     added_late = bias is not None and not _is_taken_by_products(bias, q)
     step = jax.checkpoint(partial(attended, options, added_late))
@@ -244,14 +244,14 @@ def _gradients_of_heads(
 
     That of the bias, `[..., K, G, T, S]`, has all elements of these heads.
     """
-    q, k, v, dout, lse, low, delta, arrays, bias = given
+    q, k, v, dout, lse, rounding, delta, arrays, bias = given
     columns: dict[str, list[jax.Array]] = {name: [] for name in ("key", "value") if name in wanted}
     dq, step = None, jax.checkpoint(partial(shares, options, wanted))
     share: dict[str, Any] = {}
     for strip in cut:
         # Keys and rows of the strip, which wait for the strip before.
         keys = [lax.slice_in_dim(x, *strip.columns, axis=-2) for x in (k, v)]
-        rows = [flat(lax.slice_in_dim(x, *strip.rows, axis=-2)) for x in (q, dout, lse, low, delta)]
+        rows = [flat(lax.slice_in_dim(x, *strip.rows, axis=-2)) for x in (q, dout, lse, rounding, delta)]
         keys, rows, dq = after((keys, rows, dq), (dq, [parts[-1:] for parts in columns.values()]))
 
         # dk and dv of its keys are whole, dq of its rows is a share.
@@ -643,8 +643,8 @@ def _forward_by_widths(options: Options, schedule: Strips, operands: Operands) -
     like = ((operands.value.shape[-1], q.dtype), (1, wide), (1, wide))
     empty = tuple(full_like_operands(q, (*q.shape[:-1], heads * n), 0, dtype, operands) for n, dtype in like)
     _, found = _walk(source, 0, run, None, empty)
-    out, lse, low = (source.returned(x, T, G) for x in found)
-    return Result(out, lse[..., 0], low[..., 0])
+    out, lse, rounding = (source.returned(x, T, G) for x in found)
+    return Result(out, lse[..., 0], rounding[..., 0])
 
 
 def _gradients_by_widths(

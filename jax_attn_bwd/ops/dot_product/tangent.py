@@ -65,15 +65,15 @@ def _tiled(plan: Plan, operands: Operands, result: Result, tangents: Operands) -
     """Computes `tangent_sums` of the queries that one program has, tile by tile."""
     # What all tiles read, padded to whole ones.
     w, groups = TileSource.of(plan.options, plan.tiles(operands), operands), operands.sizes.G
-    lse, low = row_terms.finite_lse(result)
-    rows = [layout.pad(layout.split_rows(x, groups), {-1: w.schedule.block_q}) for x in (lse, low)]
+    lse, rounding = row_terms.finite_lse(result)
+    rows = [layout.pad(layout.split_rows(x, groups), {-1: w.schedule.block_q}) for x in (lse, rounding)]
     moved = _laid_out(w, operands, tangents)
 
     # Every tile adds its share to the sums of its rows.
     mu = full_like_operands(rows[0], rows[0].shape, 0, lse.dtype, (operands, moved, rows))
     shape = (*mu.shape, w.v.shape[-1])
-    found = _Sums(jnp.broadcast_to(mu[..., None], shape), mu)
-    step, tiles = w.scan(partial(_added, w, moved, rows), lambda q, _: _Sums._make(({-2: q}, {-1: q})))
+    found = _RowTangents(jnp.broadcast_to(mu[..., None], shape), mu)
+    step, tiles = w.scan(partial(_added, w, moved, rows), lambda q, _: _RowTangents._make(({-2: q}, {-1: q})))
     if tiles is not None:
         found, _ = lax.scan(step, found, tiles)
 
@@ -88,7 +88,7 @@ def _tiled(plan: Plan, operands: Operands, result: Result, tangents: Operands) -
 
 def through_softmax(result: Result, total: jax.Array, mu: jax.Array) -> jax.Array:
     """Returns dout of (17), in the dtype of lse, from the whole sum over s and mu."""
-    return total - mu[..., None] * result.wide_out()
+    return total - mu[..., None] * result.widest_out()
 
 
 class _Tangents(NamedTuple):
@@ -101,7 +101,7 @@ class _Tangents(NamedTuple):
     args: Any  # of the floats that the score reads
 
 
-class _Sums(NamedTuple):
+class _RowTangents(NamedTuple):
     """Sums that every tile adds to."""
 
     dout: jax.Array  # [..., K, G, T, Hv]
@@ -134,7 +134,7 @@ def _added(w, moved, rows, sums, row, column, *, mixed):
     part = lambda x, rows: None if x is None else take_part(x, {-2: rows}).astype(block.q.dtype)
     dq, dk, dv = part(moved.q, of_queries), part(moved.k, of_keys), part(moved.v, of_keys)
     dbias = None if moved.bias is None else take_part(moved.bias, {-2: of_queries, -1: of_keys})
-    lse, low = (w.rows(x, row)[..., None] for x in rows)
+    lse, rounding = (w.rows(x, row)[..., None] for x in rows)
 
     # The logits again, as in the forward, and their tangent, [..., K, G, block_q, block_k].
     logits = scaled_product(block, block.q, block.k)
@@ -145,11 +145,11 @@ def _added(w, moved, rows, sums, row, column, *, mixed):
     logits, dlogits = block.pushed_forward(logits, dlogits, dbias, moved.args)  # (14)
 
     # The probabilities, and what they give to both sums.
-    p = jnp.exp((block.where_seen(logits, -jnp.inf) - lse) - low)  # (2)
+    p = jnp.exp((block.where_seen(logits, -jnp.inf) - lse) - rounding)  # (2)
     pd = p * block.where_seen(dlogits)
     mu, values = pd.sum(-1), partial(product, "...gts,...sh->...gth", **block.product)
     dtype = block.dlogits_dtype
     dout = values(block.dropped(pd).astype(dtype), block.v.astype(dtype))
     if dv is not None:
         dout += values(block.dropped(p).astype(dv.dtype), dv)
-    return _Sums(sums.dout + dout, sums.mu + mu)
+    return _RowTangents(sums.dout + dout, sums.mu + mu)

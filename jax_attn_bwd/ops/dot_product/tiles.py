@@ -180,14 +180,14 @@ def unpoisoned(options: Options, operands: Operands) -> tuple[jax.Array, jax.Arr
 
 def places(
     options: Options, given: TileMask, row: Any, column: Any, blocks: tuple[Any, Any], seen: Any
-) -> tuple[mod_functions.Tile | None, tuple[Any, ...]]:
+) -> tuple[mod_functions.Elements | None, tuple[Any, ...]]:
     """Returns where the elements of a tile stand, if a score reads it, and the arrays that it reads."""
     if options.score_mod is None:
         return None, ()
     assert given.places is not None  # prepared with the function
     batch, head, args = given.places
     position = visibility.positions(given, row, column, blocks, batch.ndim)
-    return mod_functions.Tile(batch, head, *position, seen), args
+    return mod_functions.Elements(batch, head, *position, seen), args
 
 
 class Visits(NamedTuple):

@@ -68,7 +68,7 @@ def backward(plan: Plan, residuals: Residuals, cotangents: Cotangents) -> dict[s
     t = plan.tables(operands)
 
     # the sums over the edges: a pass by source and, where it is needed, one by destination
-    passes = _Passes.of(plan, plan.kind.needs(t, wanted))
+    passes = _SumsByPass.of(plan, plan.kind.needs(t, wanted))
     if plan.pieces:
         sums = _sums_over_pieces(plan, passes, t, residuals, cotangents, graph)
     else:
@@ -98,7 +98,7 @@ def backward(plan: Plan, residuals: Residuals, cotangents: Cotangents) -> dict[s
     return grads
 
 
-class _Passes(NamedTuple):
+class _SumsByPass(NamedTuple):
     """Which sums are needed, and which pass gives them."""
 
     need: Sums[bool]
@@ -107,7 +107,7 @@ class _Passes(NamedTuple):
     in_parts: bool  # whether what is handed to it stays in the order of the groups
 
     @classmethod
-    def of(cls, plan: Plan, need: Sums[bool]) -> "_Passes":
+    def of(cls, plan: Plan, need: Sums[bool]) -> "_SumsByPass":
         """Decides by what the gradients need."""
         second = need.dst and not plan.one_pass
         in_parts = second and plan.loops.first_groups and not need.handed
@@ -145,7 +145,7 @@ def _zeros(kind: Kind, need: Sums[bool], t: Tables, row: jax.Array, graph: Any, 
 
 
 def _sums_over_pieces(
-    plan: Plan, passes: _Passes, t: Tables, residuals: Residuals, cotangents: Cotangents, graph: Any
+    plan: Plan, passes: _SumsByPass, t: Tables, residuals: Residuals, cotangents: Cotangents, graph: Any
 ) -> Sums[Any]:
     """Sums over the edges, by pieces, where nodes lie on several devices; each sum lies as its operand.
 
@@ -171,13 +171,13 @@ def _sums_over_pieces(
     # each sum of a pass goes to the devices of its operand; those without one to every device
     value = operands.src if operands.value is None else operands.value
     like = {"message": value, "src": operands.src, "dst": operands.dst}
-    place = lambda name: split.place(like[name], None) if name in like else split.SUM
+    spec = lambda name: split.out_spec(like[name], None) if name in like else split.SUM
     needed = passes.by_source._asdict().items()
-    places = Sums(**{name: place(name) if is_needed else None for name, is_needed in needed})
-    sums = placement.over_pieces(pieces, graph, "by_source", source_pass, (t, saved), places)
+    specs = Sums(**{name: spec(name) if is_needed else None for name, is_needed in needed})
+    sums = placement.over_pieces(pieces, graph, "by_source", source_pass, (t, saved), specs)
     if passes.second:
         shared = t, sums.handed, saved.m
-        found = placement.over_pieces(pieces, graph, "by_destination", destination_pass, shared, place("dst"))
+        found = placement.over_pieces(pieces, graph, "by_destination", destination_pass, shared, spec("dst"))
         sums = sums._replace(dst=found)
     return sums
 
@@ -276,7 +276,7 @@ def _share(
     return Sums(*(x if needed else None for x, needed in zip(found, need, strict=True)))
 
 
-class _Read(NamedTuple):
+class _SourceRows(NamedTuple):
     """The rows of nodes and edges that a chunk, in groups by source, reads."""
 
     own: jax.Array  # [(W,) R, H, D], of the sources
@@ -285,14 +285,14 @@ class _Read(NamedTuple):
     seen: jax.Array | None  # [(W,) R, H]
 
 
-def _read(kind: Kind, t: Tables, saved: DestinationRows, chunk: Chunk) -> _Read:
+def _read(kind: Kind, t: Tables, saved: DestinationRows, chunk: Chunk) -> _SourceRows:
     dtype, seen = saved.m.dtype, visible(t, chunk)
     own = kind.to_heads(own_rows(t.src, chunk).astype(dtype))
     dout = shown(rows(saved.dout, chunk).astype(dtype), seen)
     edge = None if t.edge is None else kind.to_heads(take(t.edge, chunk.number).astype(dtype))
     edge = None if edge is None else shown(edge, seen)
     dst = shown(rows(t.dst, chunk).astype(dtype), seen)
-    return _Read(own, Rows(own, dst, edge), dout, seen)
+    return _SourceRows(own, Rows(own, dst, edge), dout, seen)
 
 
 def _gradient_of_scores(
@@ -301,7 +301,7 @@ def _gradient_of_scores(
     saved: DestinationRows,
     delta: Callable[[jax.Array], jax.Array] | None,
     chunk: Chunk,
-    read: _Read,
+    read: _SourceRows,
     p: jax.Array,
     z: jax.Array | None,
 ) -> jax.Array:

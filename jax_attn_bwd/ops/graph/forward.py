@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_attn_bwd._core import split
-from jax_attn_bwd._core.numerics import accumulator_dtype, split_rounding
+from jax_attn_bwd._core.numerics import accumulator_dtype, narrowed
 from jax_attn_bwd._core.sharding import all_gathered, full_like_operands, reshard_like, tie
 from jax_attn_bwd.ops.graph import loops, placement
 from jax_attn_bwd.ops.graph.kinds.kind import Kind, Rows, Tables, merge_heads, split_heads
@@ -49,16 +49,16 @@ def forward(plan: Plan, operands: Operands) -> Result:
     # from accumulated sums to what is returned and saved
     lse = jnp.where(l == 0, -jnp.inf, m + jnp.log(jnp.where(l == 0, 1, l)))
     mean = None if options.concat_heads else out.mean(1).astype(operands.src.dtype)
-    out, out_low = split_rounding(merge_heads(out), operands.src.dtype, Result.low_dtype(operands))
+    out, wide_out = narrowed(merge_heads(out), operands.src.dtype)
     # Narrowed last: a scatter of narrow numbers behind dropout's generator takes XLA:CPU minutes to compile.
-    weights_low = None
+    wide_weights = None
     if weights is not None:
-        weights, weights_low = split_rounding(weights, operands.src.dtype, Result.low_dtype(operands))
-    result = tie(Result(out, mean, weights, lse, m, l, out_low, weights_low), operands)
+        weights, wide_weights = narrowed(weights, operands.src.dtype)
+    result = tie(Result(out, mean, weights, lse, m, l, wide_out, wide_weights), operands)
     return all_gathered(result) if plan.on_every_device else result
 
 
-class _Sums(NamedTuple):
+class _EdgeSums(NamedTuple):
     """The sums over the edges, accumulated."""
 
     out: jax.Array  # [num_dst, H, D]
@@ -69,7 +69,7 @@ class _Sums(NamedTuple):
 
 def _sums(
     plan: Plan, graph: BipartiteCSC, read: tuple[Tables, jax.Array], mesh_axes: tuple[str, ...] = ()
-) -> _Sums:
+) -> _EdgeSums:
     """Sums over all edges of `graph`, by the tables in `read`, sharded like its array `[.., H, D]`.
 
     Of edges in pieces along `mesh_axes`, `out` is not divided by l yet.
@@ -84,7 +84,7 @@ def _sums(
     if options.return_weights:
         weights = full_like_operands(l, (graph.capacity, H), 0, dtype, operands)
     if not has_edges(graph):
-        return _Sums(out, m, l, weights)
+        return _EdgeSums(out, m, l, weights)
 
     # scores and their softmax, whole: [(W,) R, H] of each part of the groups
     t, groups = plan.loops.with_end_rows(t), graph.by_destination
@@ -113,10 +113,10 @@ def _sums(
     if weights is not None:
         for chunk, w_k in zip(parts, w, strict=True):
             weights = loops.put(weights, chunk.number, w_k)
-    return _Sums(out, m, l, weights)
+    return _EdgeSums(out, m, l, weights)
 
 
-def _sums_over_pieces(plan: Plan, graph: BipartiteCSC, read: tuple[Tables, jax.Array]) -> _Sums:
+def _sums_over_pieces(plan: Plan, graph: BipartiteCSC, read: tuple[Tables, jax.Array]) -> _EdgeSums:
     """Sums over the edges, by pieces, where nodes lie on several devices.
 
     The pieces agree on m, then sum exp(s - m) and its products with the messages, and divide what they have
@@ -128,21 +128,23 @@ def _sums_over_pieces(plan: Plan, graph: BipartiteCSC, read: tuple[Tables, jax.A
     part = replace(plan, options=replace(plan.options, return_weights=False))
 
     # out and l, shares of each piece, go to the devices of their nodes; m is alike on all
-    sums, by_node = partial(_sums, part, mesh_axes=pieces.names), split.place(like, None)
-    places: Any = {"out": by_node, "m": split.ALIKE, "l": by_node, "weights": None}
-    out, m, l, _ = placement.over_pieces(pieces, graph, "by_destination", sums, (t, heads), _Sums(**places))
+    sums, by_node = partial(_sums, part, mesh_axes=pieces.names), split.out_spec(like, None)
+    specs: Any = {"out": by_node, "m": split.ALIKE, "l": by_node, "weights": None}
+    out, m, l, _ = placement.over_pieces(
+        pieces, graph, "by_destination", sums, (t, heads), _EdgeSums(**specs)
+    )
     positive = jnp.where(l == 0, 1, l)
     out, like_rows = out / positive[..., None], reshard_like(m, l, (0, 1))
     if not plan.options.return_weights:
-        return _Sums(out, like_rows, l, None)
+        return _EdgeSums(out, like_rows, l, None)
 
     # the weights, of each piece's edges, are put together on every device
     shared = t, m, placement.unsharded_rows(positive)
-    run, place = partial(_weights, plan), split.Place(0)
-    found = placement.over_pieces(pieces, graph, "by_destination", run, shared, place)
+    run, spec = partial(_weights, plan), split.OutSpec(0)
+    found = placement.over_pieces(pieces, graph, "by_destination", run, shared, spec)
     zeros = full_like_operands(heads.sum(-1), (graph.capacity, plan.options.num_heads), 0, l.dtype, ())
     weights = loops.put(zeros, *map(placement.unsharded_rows, found))
-    return _Sums(out, like_rows, l, weights)
+    return _EdgeSums(out, like_rows, l, weights)
 
 
 def _weights(plan: Plan, graph: BipartiteCSC, saved: tuple) -> tuple[jax.Array, jax.Array]:

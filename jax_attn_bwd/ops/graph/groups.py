@@ -47,8 +47,8 @@ def first_group_per_node(groups: Groups, nodes: int) -> FirstGroupPerNode:
     node, count = groups.node, groups.node.shape[0]
     row = np.arange(count, dtype=np.int32)
     is_first = jnp.concatenate([jnp.ones(1, bool), node[1:] != node[:-1]])
-    place = jnp.where(node == nodes, row, jnp.where(is_first, node, nodes + row - node - 1))
-    order = jnp.zeros(count, jnp.int32).at[place].set(row, unique_indices=True)
+    position = jnp.where(node == nodes, row, jnp.where(is_first, node, nodes + row - node - 1))
+    order = jnp.zeros(count, jnp.int32).at[position].set(row, unique_indices=True)
     return FirstGroupPerNode(node[order[nodes:]], groups.other[order], groups.number[order])
 
 

@@ -243,15 +243,15 @@ def by_number(
     """
     # where the row of each edge lies, counted through the rows of all parts
     none = sum(number.size for number, _ in parts)
-    place, start, tables = jnp.full(capacity, none, jnp.int32), 0, []
+    position, start, tables = jnp.full(capacity, none, jnp.int32), 0, []
     for number, rows in parts:
         at = start + np.arange(number.size, dtype=np.int32)
-        place = place.at[number.reshape(-1)].set(at, mode="drop", unique_indices=True)
+        position = position.at[number.reshape(-1)].set(at, mode="drop", unique_indices=True)
         tables.append((start, rows.reshape(-1, *rows.shape[number.ndim :])))
         start += number.size
 
     def find(number):
-        at = take(place, number, none)
+        at = take(position, number, none)
         return sum(take(rows, jnp.where(at < first, none, at - first)) for first, rows in tables)
 
     return find

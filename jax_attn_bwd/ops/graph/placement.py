@@ -121,7 +121,7 @@ def _whole_rows(x: jax.Array, others: Any) -> jax.Array:
 
 
 def over_pieces(
-    pieces: Pieces, graph: Any, side: str, function: Callable[[Any, Any], Any], shared: Any, places: Any
+    pieces: Pieces, graph: Any, side: str, function: Callable[[Any, Any], Any], shared: Any, specs: Any
 ) -> Any:
     """Returns the results of `function(graph, shared)` over all pieces, graphs of a part of the edges.
 
@@ -131,7 +131,7 @@ def over_pieces(
       side: "by_destination" or "by_source", the groups that a piece has a part of; of the others it has none.
       function: computes the results of one piece.
       shared: what it reads, whole on every device.
-      places: where each result goes, a tree of `Place`. A sum goes to the devices that share its rows by the
+      specs: where each result goes, a tree of `OutSpec`. A sum goes to the devices that share its rows by the
         spec, or to all; results that are joined lie one after the other along their first axis.
     """
     # the runs of a piece are numbered from those of its first group on; the next begin `runs` further
@@ -150,41 +150,41 @@ def over_pieces(
     # side by side, shares are summed on every device before each keeps its rows
     if pieces.mesh is None:
         arrays, axes = (graph, owners, shared, groups), (None, None, None, 0)
-        found = split.over(pieces, of_piece, arrays, axes, places)()
-        laid = lambda place, x: x if place.like is None else rows_sharded_like(x, place.like)
-        return split.in_places(laid, places, all_gathered(found))
+        found = split.over(pieces, of_piece, arrays, axes, specs)()
+        laid = lambda spec, x: x if spec.like is None else rows_sharded_like(x, spec.like)
+        return split.map_specs(laid, specs, all_gathered(found))
 
     # an array that is given twice is one inside, too
     leaves, structure = jax.tree.flatten((unsharded_rows(graph), owners, shared))
     distinct = {id(x): x for x in leaves}
 
     # a reduce-scatter has no lowering where other mesh axes are Explicit: there shares are summed outside
-    is_scattered = lambda place: place.axis is None and mesh_axes_of(*place.spec[:1]) == set(names)
+    is_scattered = lambda spec: spec.axis is None and mesh_axes_of(*spec.spec[:1]) == set(names)
     apart = explicit_axes(pieces.mesh) > set(names)
 
     def of_device(*given):
         own = dict(zip(distinct, given, strict=True))
         graph, owners, shared = structure.unflatten([own[id(x)] for x in leaves])
         found = of_piece(graph, owners, shared, _part(graph, side, pieces, pieces.index()))
-        return split.in_places(gone_home, places, found)
+        return split.map_specs(gone_home, specs, found)
 
-    def gone_home(place, x):
-        if not is_scattered(place):
+    def gone_home(spec, x):
+        if not is_scattered(spec):
             return x
         return x[None] if apart else lax.psum_scatter(x, names, scatter_dimension=0, tiled=True)
 
-    def summed(place, x):
+    def summed(spec, x):
         """Sums shares `[n, nodes, ...]`, and shards the sum along its nodes as their first axis was."""
-        if not (apart and is_scattered(place)):
+        if not (apart and is_scattered(spec)):
             return x
         spec = PartitionSpec(None, names, *explicit_spec(x)[2:])
         return reshard(x, NamedSharding(jax.typeof(x).sharding.mesh, spec)).sum(0)
 
     # over the mesh axes of the pieces alone: heads stay with the partitioner
     cut, whole = PartitionSpec(names), PartitionSpec()
-    out_specs = split.in_places(lambda p: cut if is_scattered(p) or p.axis == 0 else whole, places)
+    out_specs = split.map_specs(lambda p: cut if is_scattered(p) or p.axis == 0 else whole, specs)
     run = on_shards(of_device, pieces.mesh, whole, out_specs, names)
-    return split.in_places(summed, places, run(*distinct.values()))
+    return split.map_specs(summed, specs, run(*distinct.values()))
 
 
 def sources_with_edges(graph: Any, src: jax.Array) -> jax.Array:
@@ -199,7 +199,7 @@ def sources_with_edges(graph: Any, src: jax.Array) -> jax.Array:
         zeros = full_like_operands(graph.offsets[:1], (graph.num_src,), 0, jnp.int32, graph)
         return zeros.at[_with_edges(graph)].set(1, mode="drop")
 
-    return over_pieces(pieces, graph, "by_source", marks, (), split.place(src, None)) > 0
+    return over_pieces(pieces, graph, "by_source", marks, (), split.out_spec(src, None)) > 0
 
 
 def _with_edges(graph: Any) -> jax.Array:

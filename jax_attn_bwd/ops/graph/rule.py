@@ -107,7 +107,7 @@ def _forward(plan, operands, wanted):
     result = forward_of(plan, fusion.computed_once(operands, DIFFERENTIABLE))()
     result = result._replace(
         out=checkpoint_name(result.out, "attention_out"),
-        out_low=None if result.out_low is None else checkpoint_name(result.out_low, "attention_out"),
+        wide_out=None if result.wide_out is None else checkpoint_name(result.wide_out, "attention_out"),
         m=checkpoint_name(result.m, "attention_lse"),
         l=checkpoint_name(result.l, "attention_lse"),
     )

@@ -92,11 +92,11 @@ def _on_device(graph, edge, fill_value, capacity):
     src, dst = ends_of_edges(graph)
     kept = (dst < graph.num_dst) & (src != dst)
     loops = jnp.arange(nodes, dtype=jnp.int32)
-    place = jnp.where(kept, jnp.cumsum(kept, dtype=jnp.int32) - 1, room)
+    position = jnp.where(kept, jnp.cumsum(kept, dtype=jnp.int32) - 1, room)
     last = kept.sum(dtype=jnp.int32) + loops
 
     def joined(given, own, none):
-        both = jnp.full((room, *given.shape[1:]), none, given.dtype).at[place].set(given, mode="drop")
+        both = jnp.full((room, *given.shape[1:]), none, given.dtype).at[position].set(given, mode="drop")
         return both.at[last].set(own, unique_indices=True)
 
     ends = (joined(x, loops, -1) for x in (src, dst))

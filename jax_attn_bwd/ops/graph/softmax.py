@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_attn_bwd._core.numerics import accumulator_dtype, finite, join_rounding
+from jax_attn_bwd._core.numerics import accumulator_dtype, finite
 from jax_attn_bwd._core.products import sum_of_products
 from jax_attn_bwd._core.sharding import full_like_operands, match_type, reshard_like, tie, unsharded
 from jax_attn_bwd.ops.graph import loops
@@ -129,14 +129,14 @@ def destination_rows(
     """Computes the rows of the destinations; of delta (5) without `has_products` only the share of lse."""
     # m and l, finite; lse stands for both where the forward's are not known
     operands = residuals.operands
-    out, _, weights, lse, m, l, out_low, weights_low = residuals.result
+    out, _, weights, lse, m, l, wide_out, wide_weights = residuals.result
     if m is None:
         m, l = finite(lse), jnp.where(lse == -jnp.inf, 0, jnp.ones_like(lse))
     dtype, H, empty = m.dtype, options.num_heads, l == 0
 
     # out and its cotangent per head, [num_dst, H, D]; of a mean every head has its share
     heads = lambda x: x.reshape(x.shape[0], H, x.shape[1] // H)
-    out, dout = heads(join_rounding(out, out_low, dtype)), cotangents.out
+    out, dout = heads((out if wide_out is None else wide_out).astype(dtype)), cotangents.out
     if dout is None:
         dout = jnp.zeros_like(out, operands.src.dtype)
     elif options.concat_heads:
@@ -148,7 +148,7 @@ def destination_rows(
     # delta (5), [num_dst, H]
     delta = sum_of_products(dout.astype(dtype), out) if has_products else jnp.zeros_like(m)
     if cotangents.weights is not None and has_products:
-        weights = join_rounding(weights, weights_low, dtype)
+        weights = (weights if wide_weights is None else wide_weights).astype(dtype)
         like = unsharded(delta, 0)
         of_weights = sum_by_destination(operands.graph, weights, cotangents.weights, like, in_order)
         delta = delta + reshard_like(of_weights, delta, (0, 1))

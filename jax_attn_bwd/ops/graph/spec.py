@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, Required, TypedDict, get_args
 import jax
 
 from jax_attn_bwd._core import dropout
-from jax_attn_bwd._core.numerics import accumulator_dtype
 from jax_attn_bwd._core.serialization import exportable_tuple
 from jax_attn_bwd._core.types import Activation, Array, DropoutKeywords, Implementation, Scale
 
@@ -79,14 +78,8 @@ class Result(NamedTuple):
     lse: jax.Array | None  # [num_dst, H], natural log, float32 or wider: m + log l, but for its rounding
     m: jax.Array | None  # [num_dst, H], the highest score; None: lse stands for it, and l is 1
     l: jax.Array | None  # [num_dst, H], sum of exp(score - m); 0 without edges
-    out_low: jax.Array | None = None  # as out: what rounding took from it, which is alike for a node's edges
-    weights_low: jax.Array | None = None  # as weights; None = 0
-
-    @staticmethod
-    def low_dtype(operands: Operands) -> Any:
-        """Returns the dtype of both: the accumulator's beside a bias, whose gradient may sum all edges."""
-        dtype = operands.src.dtype
-        return dtype if operands.score_bias is None else accumulator_dtype(dtype)
+    wide_out: jax.Array | None = None  # as out, not rounded: an error of it is alike for a node's edges
+    wide_weights: jax.Array | None = None  # as weights; None = those in out and weights are not rounded
 
 
 @jax.tree_util.register_static
@@ -140,21 +133,21 @@ class EdgeKeywords(TypedDict, total=False):
     implementation: Implementation | None
 
 
-class _Keywords(EdgeKeywords, DropoutKeywords, total=False):
+class _GraphKeywords(EdgeKeywords, DropoutKeywords, total=False):
     num_heads: Required[int]
     edge: Array | None
     concat_heads: bool
     dropout_mask: Array | None
 
 
-class GraphAttentionKeywords(_Keywords, total=False):
+class GraphAttentionKeywords(_GraphKeywords, total=False):
     """Keywords of `graph_attention` and `_v2` beside those that change what they return."""
 
     activation: Activation
     alpha: float
 
 
-class GraphTransformerAttentionKeywords(_Keywords, total=False):
+class GraphTransformerAttentionKeywords(_GraphKeywords, total=False):
     """Keywords of `graph_transformer_attention` beside those that change what it returns."""
 
     num_kv_heads: int | None

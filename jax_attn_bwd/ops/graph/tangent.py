@@ -30,7 +30,6 @@ import jax
 import jax.numpy as jnp
 
 from jax_attn_bwd._core import split
-from jax_attn_bwd._core.numerics import join_rounding
 from jax_attn_bwd._core.sharding import all_gathered, full_like_operands, unsharded
 from jax_attn_bwd.ops.graph import loops, placement
 from jax_attn_bwd.ops.graph.forward import ends, visible, weighted_messages, with_bias
@@ -51,8 +50,8 @@ def tangent(plan: Plan, operands: Operands, result: Result, tangents: Operands) 
         result = all_gathered(result)
     assert result.m is not None is not result.l  # the forward left them
     options = plan.options
-    t, out = plan.tables(operands), join_rounding(result.out, result.out_low, result.m.dtype)
-    out = split_heads(out, options.num_heads)
+    t, out = plan.tables(operands), result.out if result.wide_out is None else result.wide_out
+    out = split_heads(out.astype(result.m.dtype), options.num_heads)
     saved = _saved(plan.kind, t, operands, result, tangents)
 
     # the sums over the edges, [num_dst, H, D] and [num_dst, H], and ds by edge
@@ -72,7 +71,7 @@ def tangent(plan: Plan, operands: Operands, result: Result, tangents: Operands) 
     return all_gathered(moved) if plan.on_every_device else moved
 
 
-def _sums(plan: Plan, graph: BipartiteCSC, read: tuple["_Saved", jax.Array]) -> "_Sums":
+def _sums(plan: Plan, graph: BipartiteCSC, read: tuple["_Linearized", jax.Array]) -> "_TangentSums":
     """Sums over all edges of `graph`, by what is saved in `read`, sharded like its `out` `[.., H, Dv]`."""
     # zeros, which stay where there is no edge
     (saved, out), operands = read, (graph, read)
@@ -81,33 +80,35 @@ def _sums(plan: Plan, graph: BipartiteCSC, read: tuple["_Saved", jax.Array]) -> 
     dout, mu = zeros(out, *shape), zeros(m, *m.shape)
     ds = zeros(m, graph.capacity, plan.options.num_heads) if plan.options.return_weights else None
     if not has_edges(graph):
-        return _Sums(dout, mu, ds)
+        return _TangentSums(dout, mu, ds)
 
     # into runs, and from these into nodes
     runs, count = loops.in_runs(graph)
     of_runs = zeros(out, count, *out.shape[1:])
-    sums = _Sums(of_runs, of_runs.sum(-1), ds)
-    sums = sums if saved.scores_move else _Sums(of_runs, None, None)
+    sums = _TangentSums(of_runs, of_runs.sum(-1), ds)
+    sums = sums if saved.scores_move else _TangentSums(of_runs, None, None)
     saved = saved.with_end_rows(plan)
     share, in_order = partial(_share, plan.kind, graph, saved), plan.loops.in_order
     sums = loops.scan(share, _fold, sums, runs, graph.capacity, plan.loops.messages)
     dout = loops.add_runs(dout, graph, sums.dout, in_order)
     if saved.scores_move:
         mu, ds = loops.add_runs(mu, graph, sums.mu, in_order), sums.ds
-    return _Sums(dout, mu, ds)
+    return _TangentSums(dout, mu, ds)
 
 
-def _sums_over_pieces(plan: Plan, graph: BipartiteCSC, read: tuple["_Saved", jax.Array]) -> "_Sums":
+def _sums_over_pieces(
+    plan: Plan, graph: BipartiteCSC, read: tuple["_Linearized", jax.Array]
+) -> "_TangentSums":
     """Sums over the edges, by pieces, where nodes lie on several devices; each sum lies as `out`."""
     (saved, out), pieces = read, plan.pieces
     assert pieces is not None  # else there are no pieces
     shared = saved.unsharded(), out.sum(0, keepdims=True)
-    by_node = split.place(out, None)
-    places = _Sums(by_node, by_node, split.SUM if plan.options.return_weights else None)
-    return placement.over_pieces(pieces, graph, "by_destination", partial(_sums, plan), shared, places)
+    by_node = split.out_spec(out, None)
+    specs = _TangentSums(by_node, by_node, split.SUM if plan.options.return_weights else None)
+    return placement.over_pieces(pieces, graph, "by_destination", partial(_sums, plan), shared, specs)
 
 
-class _Sums(NamedTuple):
+class _TangentSums(NamedTuple):
     """The sums over the edges, by destination or run, and ds by edge; None = not needed."""
 
     dout: Any  # [num_dst, H, Dv]
@@ -117,7 +118,7 @@ class _Sums(NamedTuple):
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class _Saved:
+class _Linearized:
     """The arrays that every chunk reads."""
 
     t: Tables
@@ -132,28 +133,28 @@ class _Saved:
         dt = self.dt
         return any(x is not None for x in (dt.src, dt.dst, dt.edge, dt.a, self.dbias))
 
-    def unsharded(self) -> "_Saved":
+    def unsharded(self) -> "_Linearized":
         """Puts all nodes and edges on every device."""
         t, others = self.t.unsharded((self.dbias, self.m, self.l))
-        return _Saved(t, self.dt.unsharded()[0], *others)
+        return _Linearized(t, self.dt.unsharded()[0], *others)
 
-    def with_end_rows(self, plan: Plan) -> "_Saved":
+    def with_end_rows(self, plan: Plan) -> "_Linearized":
         """Returns the tables as `loops.rows` reads them; an index past the end finds p = 0."""
         t, dt = (plan.loops.with_end_rows(x) for x in (self.t, self.dt))
         m, l = (plan.loops.with_end_row(x, fill) for x, fill in ((self.m, jnp.inf), (self.l, 1)))
-        return _Saved(t, dt, self.dbias, m, l)
+        return _Linearized(t, dt, self.dbias, m, l)
 
 
-def _saved(kind: Kind, t: Tables, operands: Operands, result: Any, tangents: Operands) -> _Saved:
+def _saved(kind: Kind, t: Tables, operands: Operands, result: Any, tangents: Operands) -> _Linearized:
     dbias = tangents.score_bias
     if dbias is not None:
         shape = (operands.graph.capacity, kind.options.num_heads)
         dbias = jnp.broadcast_to(dbias.astype(result.m.dtype), shape)
     l = jnp.where(result.l == 0, 1, result.l)
-    return _Saved(t, kind.tables_tangent(operands, tangents, t), dbias, result.m, l)
+    return _Linearized(t, kind.tables_tangent(operands, tangents, t), dbias, result.m, l)
 
 
-def _share(kind: Kind, graph: Any, saved: _Saved, chunk: Chunk) -> _Sums:
+def _share(kind: Kind, graph: Any, saved: _Linearized, chunk: Chunk) -> _TangentSums:
     """Computes what a chunk, in groups by destination, gives to the sums of (15) and (17)."""
     t, dt, dtype = saved.t, saved.dt, saved.m.dtype
     chunk = loops.to_nodes(graph, chunk)
@@ -174,17 +175,17 @@ def _share(kind: Kind, graph: Any, saved: _Saved, chunk: Chunk) -> _Sums:
         given = take(saved.dbias, chunk.number)
         ds = given if ds is None else ds + given
     if ds is None:
-        return _Sums(dout, None, None)
+        return _TangentSums(dout, None, None)
     if seen is not None:
         ds = jnp.where(seen, ds, 0)
     dout = dout + weighted_messages(kind, t, chunk, w * ds)
-    return _Sums(dout, sum_of_group(p * ds, chunk), ds)
+    return _TangentSums(dout, sum_of_group(p * ds, chunk), ds)
 
 
-def _fold(sums: _Sums, new: _Sums, chunk: Chunk) -> _Sums:
+def _fold(sums: _TangentSums, new: _TangentSums, chunk: Chunk) -> _TangentSums:
     add = lambda x, rows: None if x is None else loops.add(x, chunk, rows)
     ds = None if sums.ds is None else loops.put(sums.ds, chunk.number, new.ds)
-    return _Sums(add(sums.dout, new.dout), add(sums.mu, new.mu), ds)
+    return _TangentSums(add(sums.dout, new.dout), add(sums.mu, new.mu), ds)
 
 
 def _tangent_of_weights(plan: Plan, graph: Any, weights: Any, ds: jax.Array, mu: jax.Array) -> jax.Array:

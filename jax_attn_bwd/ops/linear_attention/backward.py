@@ -46,7 +46,7 @@ from jax_attn_bwd._core.numerics import accumulator_dtype, reduce_to, to_rank
 from jax_attn_bwd._core.sharding import match_type, vary_over, varying
 from jax_attn_bwd.ops.linear_attention import layout
 from jax_attn_bwd.ops.linear_attention.chunk import Part, part, unit_gradient
-from jax_attn_bwd.ops.linear_attention.decays import Shared, across_token
+from jax_attn_bwd.ops.linear_attention.decays import SharedDecays, across_token
 from jax_attn_bwd.ops.linear_attention.forward import (
     Inside,
     decayed,
@@ -147,7 +147,7 @@ def _of_tokens(
     normed, query = query, options.scale * query
     dstate, du, dr = through
     needs_decay, pairs = "log_decay" in wanted, decays.pairs
-    shared = pairs if isinstance(pairs, Shared) else None
+    shared = pairs if isinstance(pairs, SharedDecays) else None
     found = {"value": du}
 
     # (9); what a token reads of its own would only cancel in (15)

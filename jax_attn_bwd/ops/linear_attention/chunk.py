@@ -6,7 +6,7 @@ import jax
 from jax import lax
 
 from jax_attn_bwd.ops.linear_attention.decays import Decays, decays
-from jax_attn_bwd.ops.linear_attention.layout import Tokens
+from jax_attn_bwd.ops.linear_attention.layout import TokenRows
 from jax_attn_bwd.ops.linear_attention.matrix import row_sums
 from jax_attn_bwd.ops.linear_attention.plan import Plan
 from jax_attn_bwd.ops.linear_attention.spec import Options
@@ -39,7 +39,7 @@ class Part(NamedTuple):
     key_factor: jax.Array | None
 
 
-def part(plan: Plan, tokens: Tokens, dtype: Any) -> Part:
+def part(plan: Plan, tokens: TokenRows, dtype: Any) -> Part:
     """Returns what a group of chunks is computed with."""
     wide = lambda x: x.astype(dtype)
     query, query_factor = unit(plan.options, wide(tokens.query))

@@ -65,7 +65,7 @@ class Scaled(NamedTuple):
         return dot("ih,iv", self.rows, x if self.factor is None else self.factor * x)
 
 
-class Shared(NamedTuple):
+class SharedDecays(NamedTuple):
     """Decays that all channels share: exp(c_i - c_j) for j <= i, else 0, [C, C]."""
 
     plane: jax.Array
@@ -206,11 +206,11 @@ class Decays(NamedTuple):
     from_start: jax.Array
     to_end: jax.Array
     whole: jax.Array
-    pairs: Shared | Halved | AllHalved | Either
+    pairs: SharedDecays | Halved | AllHalved | Either
 
     def scaled(self, factor: jax.Array, rows: jax.Array) -> Scaled:
         """Returns `factor`, of those of the decays, times rows."""
-        return Scaled(rows, factor) if isinstance(self.pairs, Shared) else Scaled(factor * rows, None)
+        return Scaled(rows, factor) if isinstance(self.pairs, SharedDecays) else Scaled(factor * rows, None)
 
 
 def decays(plan: Plan, log_decay: jax.Array, restarts: jax.Array | None) -> Decays:
@@ -236,7 +236,7 @@ def decays(plan: Plan, log_decay: jax.Array, restarts: jax.Array | None) -> Deca
     # between tokens: a plane for all channels, or factors for each
     if c.shape[-1] == 1:
         is_read = ~transposed(strictly_lower(c)) & (number == transposed(number))
-        return Decays(restarts, *outer, Shared(factor(between_pairs(g), is_read)))
+        return Decays(restarts, *outer, SharedDecays(factor(between_pairs(g), is_read)))
     halves, size = [], 1
     while size < c.shape[-2]:
         (g1, n1), n0 = (half_of(x, 1, size=size) for x in (g, number)), half_of(number, 0, size=size)

@@ -9,7 +9,7 @@ from jax_attn_bwd.ops.linear_attention.plan import Plan
 from jax_attn_bwd.ops.linear_attention.spec import Operands
 
 
-class Tokens(NamedTuple):
+class TokenRows(NamedTuple):
     """What is told of each token, as it is given; zeros where there is none.
 
     `[g, ..., m C, N, X]` of a call, and of one group `[..., m C, N, X]` or `[m, ..., K, G, C, X]`.
@@ -54,14 +54,14 @@ def rows(x: jax.Array) -> jax.Array:
     return x.reshape(*batch, m * C, K, G, X).reshape(*batch, m * C, K * G, X)
 
 
-def tokens(plan: Plan, operands: Operands) -> Tokens:
+def tokens(plan: Plan, operands: Operands) -> TokenRows:
     """Returns what is told of each token; what lies beyond the lengths is not read."""
     seen, restarts, beta = seen_tokens(operands), operands.restarts, operands.beta
     clean = lambda x: split(plan, x if seen is None else jnp.where(seen, x, 0))
     if restarts is not None:
         restarts = restarts[..., None, None]
         restarts = split(plan, restarts if seen is None else seen & restarts)
-    return Tokens(
+    return TokenRows(
         clean(operands.query),
         clean(operands.key),
         clean(operands.value),
@@ -71,11 +71,11 @@ def tokens(plan: Plan, operands: Operands) -> Tokens:
     )
 
 
-def of_group(plan: Plan, tokens: Tokens, groups: Any) -> Tokens:
+def of_group(plan: Plan, tokens: TokenRows, groups: Any) -> TokenRows:
     """Lays the tokens of one group out in chunks."""
     query, key, *others = tokens
     others = [None if x is None else chunks(plan, x, groups) for x in others]
-    return Tokens(chunks(plan, query, 1), chunks(plan, key, 1), *others)
+    return TokenRows(chunks(plan, query, 1), chunks(plan, key, 1), *others)
 
 
 def seen_tokens(operands: Operands) -> jax.Array | None:

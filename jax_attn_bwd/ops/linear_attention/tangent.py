@@ -31,7 +31,7 @@ from jax_attn_bwd.ops.linear_attention.forward import (
     split_heads,
     zero_state,
 )
-from jax_attn_bwd.ops.linear_attention.layout import Tokens
+from jax_attn_bwd.ops.linear_attention.layout import TokenRows
 from jax_attn_bwd.ops.linear_attention.matrix import dot_of, strictly_lower, transposed
 from jax_attn_bwd.ops.linear_attention.plan import Plan
 from jax_attn_bwd.ops.linear_attention.spec import Operands
@@ -64,7 +64,9 @@ def tangent(plan: Plan, operands: Operands, tangents: Operands) -> tuple[jax.Arr
     return dout, merged_heads(dfinal)
 
 
-def _of_group(plan: Plan, tokens: Tokens, along: Tokens, dtype) -> tuple[Any, Any, Inside, Inside, Tokens]:
+def _of_group(
+    plan: Plan, tokens: TokenRows, along: TokenRows, dtype
+) -> tuple[Any, Any, Inside, Inside, TokenRows]:
     """Returns value, beta and insides of chunks, then tangents: of these by (19) and (20), of the tokens."""
     options = plan.options
     own, dot = part(plan, tokens, dtype), dot_of(options)

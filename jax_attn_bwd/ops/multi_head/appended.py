@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_attn_bwd._core.numerics import accumulator_dtype, split_rounding
+from jax_attn_bwd._core.numerics import accumulator_dtype, fast_two_sum
 from jax_attn_bwd._core.products import einsum
 from jax_attn_bwd._core.sharding import reshard_like
 from jax_attn_bwd.ops.dot_product import engine
@@ -23,7 +23,7 @@ from jax_attn_bwd.ops.multi_head.projections import matmul_over_rows
 from jax_attn_bwd.ops.multi_head.spec import Operands, Options
 
 
-class Rows(NamedTuple):
+class AppendedRows(NamedTuple):
     """The appended rows, and the queries that see them, float32 or wider."""
 
     query: jax.Array  # [..., K, G, T, H]
@@ -48,7 +48,7 @@ class RowGrads(NamedTuple):
     query: jax.Array | None  # [..., T, N, H], a share of the projected queries' gradient
 
 
-def rows(options: Options, operands: Operands, inner: dot_product.Operands) -> Rows | None:
+def rows(options: Options, operands: Operands, inner: dot_product.Operands) -> AppendedRows | None:
     """Returns the appended rows; None if there are none."""
     R, sizes = options.appended_rows(operands), inner.sizes
     if R == 0:
@@ -62,7 +62,7 @@ def rows(options: Options, operands: Operands, inner: dot_product.Operands) -> R
     column = jnp.arange(R, dtype=jnp.uint32) + jnp.asarray(sizes.S, jnp.uint32)
     if offset is not None:
         column = offset.column[sizes.S :] if offset.column.ndim else offset.column + column
-    return Rows(query, keys, values, engine.dropout_factors(options.attention, inner, column))
+    return AppendedRows(query, keys, values, engine.dropout_factors(options.attention, inner, column))
 
 
 def _stacked(options: Options, x: jax.Array, given: Any) -> jax.Array:
@@ -76,7 +76,7 @@ def _stacked(options: Options, x: jax.Array, given: Any) -> jax.Array:
     return jnp.concatenate(appended)
 
 
-def _logits(options: Options, rows: Rows) -> tuple[jax.Array, jax.Array | None]:
+def _logits(options: Options, rows: AppendedRows) -> tuple[jax.Array, jax.Array | None]:
     """Returns (`[..., K, G, T, R]`, the tanh of a soft cap)."""
     x = _with_keys(options, rows.query * options.attention.scale, rows.keys)
     cap = options.attention.logits_soft_cap
@@ -97,43 +97,43 @@ def _over_rows(options: Options, p: jax.Array, values: jax.Array) -> jax.Array:
 
 
 def attend(
-    options: Options, inner: dot_product.Operands, rows: Rows, result: dot_product.Result
+    options: Options, inner: dot_product.Operands, rows: AppendedRows, result: dot_product.Result
 ) -> dot_product.Result:
     """Adds the appended rows to `result`, which is that of the S keys alone."""
-    # the logarithm of the sum over S' keys, [..., K, G, T], and what rounding takes from it
+    # the logarithm of the sum over S' keys, [..., K, G, T], and its rounding
     x, _ = _logits(options, rows)
     lse = rows.split_rows(result.lse)
-    low = 0 if result.lse_low is None else rows.split_rows(result.lse_low)
+    rounding = 0 if result.lse_rounding is None else rows.split_rows(result.lse_rounding)
     m = lax.stop_gradient(jnp.maximum(lse, x.max(-1)))
-    log_l = jnp.log(jnp.exp((lse - m) + low) + jnp.exp(x - m[..., None]).sum(-1))
-    total = m + log_l
-    total_low = lax.stop_gradient((m - total) + log_l)
+    log_l = jnp.log(jnp.exp((lse - m) + rounding) + jnp.exp(x - m[..., None]).sum(-1))
+    total, total_rounding = fast_two_sum(m, log_l)
 
     # the keys' share of the output, and the rows' own, [..., K, G, T, Hv]
-    p = jnp.exp((x - total[..., None]) - total_low[..., None])
-    share = jnp.exp(((lse - total) - total_low) + low)[..., None]
-    out = share * engine.split_heads(result.wide_out(), rows.query.shape[-3]).astype(rows.keys.dtype)
+    p = jnp.exp((x - total[..., None]) - total_rounding[..., None])
+    factor = jnp.exp(((lse - total) - total_rounding) + rounding)[..., None]
+    out = factor * engine.split_heads(result.widest_out(), rows.query.shape[-3]).astype(rows.keys.dtype)
     out = out + _over_rows(options, rows.dropped(p), rows.values)
-    kept = result.out_low is not None or engine.low_matters(options.attention, inner)
-    out, out_low = split_rounding(engine.merge_heads(out), inner.query.dtype, kept=kept)
-    return dot_product.Result(out, engine.merge_rows(total), engine.merge_rows(total_low), out_low)
+    out, is_kept = engine.merge_heads(out), result.wide_out is not None
+    wide = out if is_kept or engine.rounding_matters(options.attention, inner) else None
+    lse, rounding = engine.merge_rows(total), engine.merge_rows(total_rounding)
+    return dot_product.Result(out.astype(inner.query.dtype), lse, rounding, wide)
 
 
-def probabilities(options: Options, rows: Rows, result: dot_product.Result) -> jax.Array:
+def probabilities(options: Options, rows: AppendedRows, result: dot_product.Result) -> jax.Array:
     """Returns the rows' probabilities `[..., K, G, T, R]`; `result` is that with the appended rows."""
     x, _ = _logits(options, rows)
-    low = 0 if result.lse_low is None else rows.split_rows(result.lse_low)[..., None]
-    return jnp.exp((x - rows.split_rows(result.lse)[..., None]) - low)
+    rounding = 0 if result.lse_rounding is None else rows.split_rows(result.lse_rounding)[..., None]
+    return jnp.exp((x - rows.split_rows(result.lse)[..., None]) - rounding)
 
 
-def through_values(options: Options, rows: Rows, dout: jax.Array) -> jax.Array:
+def through_values(options: Options, rows: AppendedRows, dout: jax.Array) -> jax.Array:
     """Returns the cotangent of the probabilities that the output's gives, z <dout, v> `[..., K, G, T, R]`."""
     return rows.dropped(_with_keys(options, dout, rows.values))
 
 
 def gradients(
     options: Options,
-    rows: Rows,
+    rows: AppendedRows,
     wanted: frozenset[str],
     p: jax.Array,
     dout: jax.Array,
@@ -168,7 +168,7 @@ def gradients(
 def tangent_sums(
     options: Options,
     inner: dot_product.Operands,
-    rows: Rows,
+    rows: AppendedRows,
     result: dot_product.Result,
     dq: jax.Array | None,
     along: Operands,

@@ -27,7 +27,7 @@ _SHAPES = {
 _WIDTHS = {"query_kernel": "query", "key_kernel": "key", "value_kernel": "value"}
 
 
-class _Size(NamedTuple):
+class _NamedSize(NamedTuple):
     """A size and where it comes from."""
 
     value: Any
@@ -140,11 +140,11 @@ def _params(operator: str, params: Any) -> MultiHeadAttentionParams:
             checks.rank(operator, f"params.{name}", x, f"[{names}]", len(letters), remedy=remedy)
 
     # which of them need one another
-    for piece in ("query", "key", "value", "out"):
-        if f"{piece}_bias" in checked and f"{piece}_kernel" not in checked:
-            expected = f"be None where params.{piece}_kernel is None"
-            got = f"shape {checked[f'{piece}_bias'].shape}"
-            raise ValueError(checks.message(operator, f"params.{piece}_bias", expected, got))
+    for side in ("query", "key", "value", "out"):
+        if f"{side}_bias" in checked and f"{side}_kernel" not in checked:
+            expected = f"be None where params.{side}_kernel is None"
+            got = f"shape {checked[f'{side}_bias'].shape}"
+            raise ValueError(checks.message(operator, f"params.{side}_bias", expected, got))
     for one, other in (("bias_k", "bias_v"), ("bias_v", "bias_k")):
         if one in checked and other not in checked:
             expected = f"be given together with params.{one}: together they are one key and its value"
@@ -152,12 +152,12 @@ def _params(operator: str, params: Any) -> MultiHeadAttentionParams:
     return MultiHeadAttentionParams(**checked)
 
 
-def _sizes(operator: str, params, operands: Operands, num_heads: Any) -> dict[str, _Size]:
+def _sizes(operator: str, params, operands: Operands, num_heads: Any) -> dict[str, _NamedSize]:
     """Returns the size of every shape letter; raises where two sources disagree."""
-    sizes: dict[str, _Size] = {}
+    sizes: dict[str, _NamedSize] = {}
 
     def settle(letter: str, value: Any, source: str) -> None:
-        known = sizes.setdefault(letter, _Size(value, source))
+        known = sizes.setdefault(letter, _NamedSize(value, source))
         if known.value != value:
             expected = f"have {letter} = {known.value}, as {known.source}"
             raise ValueError(checks.message(operator, source, expected, value))
@@ -189,13 +189,13 @@ def _sizes(operator: str, params, operands: Operands, num_heads: Any) -> dict[st
     if "N" not in sizes:
         expected = "be given where neither query nor the output is projected"
         raise ValueError(checks.message(operator, "num_heads", expected, None))
-    K = sizes.setdefault("K", _Size(1, "one key head for all queries")).value
+    K = sizes.setdefault("K", _NamedSize(1, "one key head for all queries")).value
     N = sizes["N"].value
     if K < 1 or N % K:
         expected = "be a positive multiple of the key heads K"
         remedy = f"{sizes['K'].source} has K = {K}"
         raise ValueError(checks.message(operator, "query heads N", expected, N, remedy))
-    sizes.setdefault("Eo", _Size(N * sizes["Hv"].value, "heads * value size"))
+    sizes.setdefault("Eo", _NamedSize(N * sizes["Hv"].value, "heads * value size"))
     return sizes
 
 

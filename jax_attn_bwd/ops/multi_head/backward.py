@@ -135,7 +135,7 @@ def _undo_output(options, through, residuals, inner, live, dout, dweights):
 
     # (7), (8): P and its cotangent, in columns of keys and of rows; delta [..., K, G, T, 1]
     dtype = accumulator_dtype(da.dtype)
-    dz, a = (engine.split_heads(x, inner.sizes.G).astype(dtype) for x in (da, result.wide_out()))
+    dz, a = (engine.split_heads(x, inner.sizes.G).astype(dtype) for x in (da, result.widest_out()))
     p = _probabilities(options, residuals, inner, rows, plane)
     dp = _Columns(  # without the cotangent of the weights
         None if plane is None else plane.through_values(dz),

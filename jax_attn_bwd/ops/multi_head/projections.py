@@ -41,7 +41,7 @@ def project(options: Options, operands: Operands) -> Heads:
     """Returns queries, keys and values: `x W + b`, or without a kernel `x` itself for every head; turned."""
     heads = []
     for name, x in zip(INPUTS, operands.inputs, strict=True):
-        kernel, bias = (getattr(operands, f"{name}_{piece}") for piece in ("kernel", "bias"))
+        kernel, bias = (getattr(operands, f"{name}_{kind}") for kind in ("kernel", "bias"))
         heads.append(_turned(options, operands, name, _mapped(options, x, kernel, bias)).astype(x.dtype))
 
     # one of no kernel has one head for all, [..., T, 1, H]
@@ -58,7 +58,7 @@ def project_tangents(
     for name, x, dx, y in zip(INPUTS, operands.inputs, moved, heads, strict=True):
         # a product for each factor that moves
         kernel = getattr(operands, f"{name}_kernel")
-        dkernel, dbias = (getattr(along, f"{name}_{piece}") for piece in ("kernel", "bias"))
+        dkernel, dbias = (getattr(along, f"{name}_{kind}") for kind in ("kernel", "bias"))
         terms = [] if dx is None else [_mapped(options, dx, kernel, None)]
         if dkernel is not None:
             terms.append(_mapped(options, x, dkernel, None))

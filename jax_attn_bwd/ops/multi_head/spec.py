@@ -138,14 +138,14 @@ class MultiHeadAttentionResidual(NamedTuple):
 
     out: jax.Array  # [..., T, N, Hv], before the output projection
     lse: jax.Array  # [..., T, N], over keys, appended rows and sink
-    lse_low: jax.Array | None  # [..., T, N], what rounding took from lse; None = 0
+    lse_rounding: jax.Array | None  # [..., T, N], its rounding; None = 0
     heads: Heads | None  # save = "qkv" and "probs"
     probs: jax.Array | None  # [..., K, G, T, S], save = "probs"
-    out_low: jax.Array | None = None  # [..., T, N, Hv], what rounding took from a narrow out; None = 0
+    wide_out: jax.Array | None = None  # [..., T, N, Hv], out before it is rounded, where that is kept
 
     def attention(self) -> dot_product.Result:
         """Returns what dense attention left."""
-        return dot_product.Result(self.out, self.lse, self.lse_low, self.out_low)
+        return dot_product.Result(self.out, self.lse, self.lse_rounding, self.wide_out)
 
 
 def described(residual: Any) -> Any:

@@ -62,7 +62,7 @@ def tangent(
     keys_move = bool(jax.tree.leaves(moved))
 
     # (15): over the S keys, total [..., T, N, Hv] and mu [..., T, N]
-    total, mu = jnp.zeros_like(result.wide_out()), jnp.zeros_like(result.lse)
+    total, mu = jnp.zeros_like(result.widest_out()), jnp.zeros_like(result.lse)
     if keys_move:
         total, mu = engine.tangent_sums(plan.attention, inner, result, moved)
 

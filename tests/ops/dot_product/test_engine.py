@@ -47,7 +47,7 @@ def merged(results):
     """The row values of blocks of disjoint keys together."""
     lse = jax.nn.logsumexp(jnp.stack([r.lse for r in results]), axis=0)
     shares = [jnp.exp(r.lse - jnp.where(lse == -jnp.inf, 0, lse))[..., None] * r.out for r in results]
-    return results[0]._replace(out=sum(shares), lse=lse, lse_low=None)
+    return results[0]._replace(out=sum(shares), lse=lse, lse_rounding=None)
 
 
 @pytest.mark.parametrize("with_sink", [pytest.param(False, marks=thorough), True])
@@ -93,7 +93,7 @@ def test_a_block_that_nothing_sees_adds_nothing(rng):
     result = engine.forward(plan, hidden)
     assert not result.out.any()
     assert (result.lse == -jnp.inf).all()
-    total = result._replace(out=jnp.ones_like(result.out), lse=jnp.ones_like(result.lse), lse_low=None)
+    total = result._replace(out=jnp.ones_like(result.out), lse=jnp.ones_like(result.lse), lse_rounding=None)
     grads = engine.backward(plan, hidden, total, WANTED, jnp.ones_like(result.out))
     assert not any(x.any() for x in (grads.query, grads.key, grads.value))
 

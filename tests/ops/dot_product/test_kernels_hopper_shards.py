@@ -68,7 +68,7 @@ def in_turn(f, out_specs, operands):
             return made._replace(mask=made.mask.replace(mod_args=args))
         if hasattr(operands, "result"):  # Residuals
             result = operands.result
-            axes = {"out": "bTnH", "lse": "bTn", "lse_low": "bTn", "out_low": "bTnH"}
+            axes = {"out": "bTnH", "lse": "bTn", "lse_rounding": "bTn", "wide_out": "bTnH"}
             made = result._replace(**{n: spec(axes[n]) for n, x in result._asdict().items() if x is not None})
             return operands._replace(operands=specs_of(operands.operands), result=made)
         return None if operands is None else spec({2: "bTnH", 1: "bTn"}[operands.ndim - 2])

@@ -89,10 +89,10 @@ def test_segments_hold_every_edge_once(width, capacity):
     cut = jax.jit(segments, static_argnums=(1, 2))
     for by_node, nodes, near, far in ((graph.by_destination, 30, dst, src), (graph.by_source, 40, src, dst)):
         at = jax.tree.map(np.asarray, cut(by_node, nodes, graph.capacity))
-        seen, places = [], []
+        seen, spills = [], []
         assert (np.diff(at.node) >= 0).all()
         assert set(at.node) >= set(range(nodes))  # the rows of nodes without edges are written, too
-        for node, begin, end, place in zip(at.node, at.begin, at.end, at.place, strict=True):
+        for node, begin, end, spill in zip(at.node, at.begin, at.end, at.spill, strict=True):
             if node == nodes:
                 continue
             assert 0 <= end - begin <= LENGTH
@@ -100,13 +100,13 @@ def test_segments_hold_every_edge_once(width, capacity):
             assert (near[numbers] == node).all()
             assert (far[numbers] == at.other[begin:end]).all()
             seen += [*numbers]
-            assert (place >= 0) == (np.bincount(near, minlength=nodes)[node] > LENGTH)
-            if place >= 0:
-                assert at.owner[place] == node
-                places.append(place)
+            assert (spill >= 0) == (np.bincount(near, minlength=nodes)[node] > LENGTH)
+            if spill >= 0:
+                assert at.owner[spill] == node
+                spills.append(spill)
         assert sorted(seen) == list(range(1500))
-        assert places == list(range(len(places)))
-        assert (at.owner[len(places) :] == nodes).all()
+        assert spills == list(range(len(spills)))
+        assert (at.owner[len(spills) :] == nodes).all()
 
 
 def test_places_are_summed_in_order():
@@ -134,7 +134,7 @@ def short_segments(monkeypatch):
 def test_nodes_of_several_segments_and_groups_of_several_edges(kind, width):
     """Groups are as graphs have them on a GPU; the weights are not asked for."""
     graph = small_graph(width=2, capacity=30)
-    assert (segments(graph.by_source, 7, 30).place >= 0).sum() > 4
+    assert (segments(graph.by_source, 7, 30).spill >= 0).sum() > 4
     arrays = inputs(kind, graph.capacity, width)
     got, expected = (values_and_gradients(kind, name, graph, arrays) for name in (NAME, "xla"))
     assert_trees_close(got, expected, 2e-6)

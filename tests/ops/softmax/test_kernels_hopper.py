@@ -254,7 +254,7 @@ def test_tilings_cover_every_width(element_bytes, dtype):
         padded = kernel.padded_width(width, dtype, 9)
         tiling = kernel.Tiling.default_for(9, padded, dtype, element_bytes, 4096)
         if not tiling.wide:
-            assert tiling.columns < padded <= tiling.columns * tiling.pieces
+            assert tiling.columns < padded <= tiling.columns * tiling.fragments
             assert tiling.rows <= 256
             continue
         share = 128 * tiling.segments * tiling.warpgroups

@@ -16,16 +16,16 @@ channels / 32 neighbouring channels. A row is what each of the four warps holds 
 (H + 1) x (W + 1), those at the border with pixels outside. XLA sorts all samples by cell; a block of four
 warps sums those of a cell in registers, one after the other, one pixel a warp:
 
-    patch[cell] = sum over samples in cell of (weight * shares) x dout
+    patch[cell] = sum over samples in cell of (weight * fractions) x dout
 
 and a pixel's gradient is the sum of a quarter of each of the four patches around it, XLA's again. Every sum
 has one order: the same bits in every run. A cell that more than `_LENGTH` samples fall into must not keep one
-block busy while others idle. It is cut where the sorted samples reach a multiple of that; the pieces behind
+block busy while others idle. It is cut where the sorted samples reach a multiple of that; the parts behind
 cuts are summed beforehand, each by a block of its own, and the cell's block adds these sums.
 
 **The products.** A block of four warps takes a query and head: it holds dout, and for each sample loads the
 2 x 2 pixels around it, one a warp, and sums over the lanes. A patch begins on the level: where a corner is
-outside, so that the patch is not the sample's own, its products change places afterwards.
+outside, so that the patch is not the sample's own, its products are swapped afterwards.
 """
 
 from functools import partial
@@ -42,7 +42,7 @@ from jax_attn_bwd._core import mosaic_gpu, pallas
 from jax_attn_bwd._core.numerics import ceil_div
 from jax_attn_bwd.ops.deformable import point_gradients, sampling
 from jax_attn_bwd.ops.deformable.plan import Plan
-from jax_attn_bwd.ops.deformable.sampling import Location, Place
+from jax_attn_bwd.ops.deformable.sampling import Location, Pixels
 from jax_attn_bwd.ops.deformable.spec import (
     Level,
     MultiScaleDeformableAttentionGrads,
@@ -102,15 +102,15 @@ def _local_gradients(options, interpret, residuals, dout):
     rows = jnp.pad(rows, ((0, 0), (0, more))) if more else rows
     level = Level(*(n.reshape(1, 1, 1, -1) for n in options.levels()))
     x, y, weight = sampling.points(options, operands)
-    at, place = sampling.locate(options, level, x, y), sampling.place(options, level, x, y)
+    at, around = sampling.locate(options, level, x, y), sampling.pixels_around(options, level, x, y)
 
     # (8), and (4) with what follows from it
     grads = {}
     if "value" in wanted:
         grads["value"] = _value_gradient(options, interpret, at, weight, rows, D)
     if wanted & {"sampling_locations", "attention_weights"}:
-        d = _products(options, interpret, level, at, place, operands.value, rows)
-        points = point_gradients.gradients(wanted, place, weight, d)
+        d = _products(options, interpret, level, at, around, operands.value, rows)
+        points = point_gradients.gradients(wanted, around, weight, d)
         grads |= point_gradients.by_name(options, operands, *points)
     return residuals.gradients(grads)
 
@@ -187,7 +187,7 @@ def _value_gradient(
 
 
 def _scales(at: Location, weight: jax.Array) -> jax.Array:
-    """Returns each corner's share of the weight, on a last axis; any number where a sample does not count."""
+    """Returns each corner's fraction of the weight, on a last axis; any number where no sample counts."""
     right, below, weight = (x[..., None] for x in (at.right, at.below, weight))
     is_right, is_below = (np.array(x).reshape(1, 1, 1, 1, 4) for x in ([0, 1, 0, 1], [0, 0, 1, 1]))
     across, down = (jnp.where(far == 1, x, 1 - x) for far, x in ((is_right, right), (is_below, below)))
@@ -228,8 +228,8 @@ def _sum(K: int, order: Any, scales: Any, rows: Any, low: Any, high: Any) -> jax
 def _add_behind_cut(
     K: int, low: Any, high: Any, order: Any, scales: Any, rows: Any, cell: Any, out: Any
 ) -> None:
-    """Sums the piece of a cell behind place i * `_LENGTH`, if the cell is cut there."""
-    # the cell around that place; what is in no cell has a number beyond the last
+    """Sums the part of a cell behind sample i * `_LENGTH`, if the cell is cut there."""
+    # the cell around that sample; what is in no cell has a number beyond the last
     i, last = lax.axis_index("block"), jnp.int32(low.shape[0] - 1)
     cut = i * _LENGTH
     this = cell[cut]
@@ -244,14 +244,14 @@ def _add_behind_cut(
 
 
 def _add_cell(K: int, low: Any, high: Any, order: Any, scales: Any, rows: Any, behind: Any, out: Any) -> None:
-    """Sums the samples of cell i: its own to the first cut, then the pieces behind cuts."""
+    """Sums the samples of cell i: its own to the first cut, then the parts behind cuts."""
     i, length = lax.axis_index("block"), jnp.int32(_LENGTH)
     begin, end = low[i], high[i]
     is_cut, cut = end - begin > length, lax.div(begin, length) + 1
     patch = _sum(K, order, scales, rows, begin, jnp.where(is_cut, cut * length, end))
-    pieces = jnp.where(is_cut, lax.div(end - 1, length) + 1, cut)
+    last = jnp.where(is_cut, lax.div(end - 1, length) + 1, cut)
     add = lambda j, patch: patch + _load(behind.at[j], _patch_layout(patch.shape[2]))
-    _store(out.at[i], lax.fori_loop(cut, pieces, add, patch))
+    _store(out.at[i], lax.fori_loop(cut, last, add, patch))
 
 
 def _of_pixels(options: Options, patches: jax.Array) -> jax.Array:
@@ -276,11 +276,11 @@ def _products(
     interpret: bool,
     level: Level,
     at: Location,
-    place: Place,
+    around: Pixels,
     value: jax.Array,
     rows: jax.Array,
 ) -> tuple[jax.Array, ...]:
-    """Returns <dout, value> at each pixel of `place [B, Q, M, K]`, 0 outside the level.
+    """Returns <dout, value> at each pixel of `around [B, Q, M, K]`, 0 outside the level.
 
     `value` is `[B, S, M, D]`, `rows [B * Q * M, padded D]` those of dout.
     """
@@ -306,7 +306,7 @@ def _products(
     above, below = _own(d[..., 0, :], d[..., 1, :], (at.row - first_row)[..., None])
     corners = [*_own(above[..., 0], above[..., 1], at.column - first_column)]
     corners += _own(below[..., 0], below[..., 1], at.column - first_column)
-    return tuple(jnp.where(p < S, c, 0) for p, c in zip(place.pixels, corners, strict=False))
+    return tuple(jnp.where(p < S, c, 0) for p, c in zip(around.pixels, corners, strict=False))
 
 
 def _levels(options: Options, value: jax.Array) -> list[jax.Array]:

@@ -20,7 +20,7 @@ from jax_attn_bwd._core import mosaic_tpu, pallas
 from jax_attn_bwd._core.sharding import match_type, unsharded
 from jax_attn_bwd.ops.deformable import point_gradients, sampling
 from jax_attn_bwd.ops.deformable.kernels import tpu_hat as hat
-from jax_attn_bwd.ops.deformable.kernels.tpu_hat import Cut, OnLevel, Samples
+from jax_attn_bwd.ops.deformable.kernels.tpu_hat import LevelCut, LevelSamples, OnLevel
 from jax_attn_bwd.ops.deformable.plan import Plan
 from jax_attn_bwd.ops.deformable.spec import (
     MultiScaleDeformableAttentionGrads,
@@ -66,7 +66,7 @@ def _gradients(options: Options, interpret: bool, asked: Wanted, *arrays: jax.Ar
             on = next(on_levels)
             results = _of_level(options, interpret, wanted, on, value, rows)
             if wanted & _POINTS:
-                at = sampling.place(options, on.level, on.x, on.y)
+                at = sampling.pixels_around(options, on.level, on.x, on.y)
                 outside = value.shape[1]
                 d = [jnp.where(n < outside, x, 0) for n, x in zip(at.pixels, results.pop("d"), strict=False)]
                 points.append(point_gradients.gradients(wanted, at, on.weight, d))  # (5) to (7)
@@ -85,7 +85,7 @@ def _gradients(options: Options, interpret: bool, asked: Wanted, *arrays: jax.Ar
     return {name: match_type(grads[name], getattr(operands, name)) for name in asked.in_order}
 
 
-def _of_pixels(size: tuple[int, int], cut: Cut, dvalue: jax.Array, D: int) -> jax.Array:
+def _of_pixels(size: tuple[int, int], cut: LevelCut, dvalue: jax.Array, D: int) -> jax.Array:
     """Returns `[B, M, strips, pixels, channels]` as `[B, H * W, M, D]`, without what fills up."""
     (H, W), (B, M) = size, dvalue.shape[:2]
     x = dvalue.reshape(B, M, cut.strips * cut.rows, cut.width, -1)[:, :, :H, :W, :D]
@@ -165,10 +165,10 @@ def _of_level(
     return found
 
 
-def _kernel(cut: Cut, channels: int, names: tuple[str, ...], *all_refs: Any) -> None:
+def _kernel(cut: LevelCut, channels: int, names: tuple[str, ...], *all_refs: Any) -> None:
     """Takes the steps that are asked for on each strip that a tile of queries samples."""
     refs = dict(zip(names, all_refs, strict=True))
-    of, steps = Samples(*(refs[name] for name in Samples._fields)), []
+    of, steps = LevelSamples(*(refs[name] for name in LevelSamples._fields)), []
     if "dvalue" in refs:
         steps.append(_value_gradient(cut, channels, of, refs))
     if "d" in refs:
@@ -183,14 +183,14 @@ def _kernel(cut: Cut, channels: int, names: tuple[str, ...], *all_refs: Any) -> 
         _store_corners(cut, of, refs)
 
 
-def _value_gradient(cut: Cut, channels: int, of: Samples, refs: dict[str, Any]) -> Any:
+def _value_gradient(cut: LevelCut, channels: int, of: LevelSamples, refs: dict[str, Any]) -> Any:
     """Prepares (8), and returns its step: to add S dout^T to the gradient of a strip."""
-    # the shares of columns, the same for all strips: [P, width, TILE]
+    # the fractions of columns, the same for all strips: [P, width, TILE]
     across, matrix, sums, dout, dvalue = (refs[n] for n in ("across", "matrix", "sums", "dout", "dvalue"))
     is_unfit = refs["flags"][pl.program_id(0), pl.program_id(1)] != 0
     parts = sums.shape[1] // channels
     for p in range(of.row.shape[0]):
-        across[p] = hat.share(of.column[p : p + 1], of.right[p : p + 1], cut.width)
+        across[p] = hat.fraction(of.column[p : p + 1], of.right[p : p + 1], cut.width)
 
     # the gradient is a sum over the tiles of queries: it begins with the first
     @pl.when(pl.program_id(2) == 0)
@@ -219,7 +219,7 @@ def _value_gradient(cut: Cut, channels: int, of: Samples, refs: dict[str, Any]) 
     return add
 
 
-def _products(cut: Cut, channels: int, of: Samples, refs: dict[str, Any]) -> Any:
+def _products(cut: LevelCut, channels: int, of: LevelSamples, refs: dict[str, Any]) -> Any:
     """Prepares (4), and returns its step: to select the rows of G that samples lie in, of a strip."""
     # the parts of dout, as they meet those of the value: [parts, parts * channels, TILE]
     value, dout, stacked, g = (refs[n] for n in ("value", "dout", "stacked", "g"))
@@ -253,7 +253,7 @@ def _products(cut: Cut, channels: int, of: Samples, refs: dict[str, Any]) -> Any
     return select
 
 
-def _store_corners(cut: Cut, of: Samples, refs: dict[str, Any]) -> None:
+def _store_corners(cut: LevelCut, of: LevelSamples, refs: dict[str, Any]) -> None:
     """Stores the four products of each sample, corner by corner."""
     P, d = of.row.shape[0], refs["d"]
     column = lax.broadcasted_iota(jnp.int32, (cut.width, hat.TILE), 0).astype(jnp.float32)

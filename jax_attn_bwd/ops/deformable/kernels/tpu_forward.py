@@ -14,7 +14,7 @@ from jax_attn_bwd._core import mosaic_tpu, pallas
 from jax_attn_bwd._core.mosaic_tpu import ZERO
 from jax_attn_bwd._core.sharding import tie, unsharded
 from jax_attn_bwd.ops.deformable.kernels import tpu_hat as hat
-from jax_attn_bwd.ops.deformable.kernels.tpu_hat import Cut, OnLevel, Samples
+from jax_attn_bwd.ops.deformable.kernels.tpu_hat import LevelCut, LevelSamples, OnLevel
 from jax_attn_bwd.ops.deformable.plan import Plan
 from jax_attn_bwd.ops.deformable.spec import Operands, Options
 
@@ -77,14 +77,14 @@ def _of_level(options: Options, interpret: bool, on: OnLevel, value: jax.Array) 
     return out
 
 
-def _kernel(cut: Cut, channels: int, flags: Any, value: Any, *refs: Any) -> None:
+def _kernel(cut: LevelCut, channels: int, flags: Any, value: Any, *refs: Any) -> None:
     """Sums value^T S over the strips, `[channels, TILE]`."""
-    # the shares of columns, the same for all strips: [P, width, TILE]
-    of, (out, across, down, matrix, sums, bad) = Samples(*refs[:5]), refs[5:]
+    # the fractions of columns, the same for all strips: [P, width, TILE]
+    of, (out, across, down, matrix, sums, bad) = LevelSamples(*refs[:5]), refs[5:]
     is_bad = flags[pl.program_id(0), pl.program_id(1)] != 0
     parts = sums.shape[0] // channels
     for p in range(of.row.shape[0]):
-        across[p] = hat.share(of.column[p : p + 1], of.right[p : p + 1], cut.width)
+        across[p] = hat.fraction(of.column[p : p + 1], of.right[p : p + 1], cut.width)
     sums[...], bad[...] = jnp.zeros_like(sums), jnp.zeros_like(bad)
 
     # a strip after the other; S, in its parts, is `[hat_parts, pixels, TILE]`

@@ -4,12 +4,12 @@ Bilinear sampling is linear in the value. The samples k of a query on a level gi
 
     S[(y, x), q] = sum over k of weight_k down_k(y) across_k(x)
 
-with shares down_k and across_k that are 0 but at two rows and two columns (one, where a coordinate is clamped
-or rounded). The output is value^T S, and the gradient of the value S dout^T: products for the matrix unit,
-where XLA's gather takes 9 to 18 bundles of instructions for each pixel it reads, its scatter 8 to 14.
+with fractions down_k and across_k that are 0 but at two rows and two columns (one, where a coordinate is
+clamped or rounded). The output is value^T S, and the gradient of the value S dout^T: products for the matrix
+unit, where XLA's gather takes 9 to 18 bundles of instructions for each pixel it reads, its scatter 8 to 14.
 
-Queries lie along lanes: the share of a row of pixels is then a row of a register for all its columns, and an
-entry of S takes one multiplication and one addition for each sample. Pixels come in strips of whole rows;
+Queries lie along lanes: the fraction of a row of pixels is then a row of a register for all its columns, and
+an entry of S takes one multiplication and one addition for each sample. Pixels come in strips of whole rows;
 those strips that no sample of a tile of queries lies in are passed over.
 
 A number of float32 is the sum of three of bfloat16, which the matrix unit multiplies exactly. Products of
@@ -43,7 +43,7 @@ _MOST_POINTS = 32  # of a query and head on a level: their sums are written out
 _MOST_CHANNELS = 256
 
 
-class Cut(NamedTuple):
+class LevelCut(NamedTuple):
     """A level as so many strips of `rows` rows, each of `width` pixels; zeros behind its own."""
 
     strips: int
@@ -56,12 +56,12 @@ class Cut(NamedTuple):
         return self.rows * self.width
 
 
-class Samples(NamedTuple):
+class LevelSamples(NamedTuple):
     """The samples of a level, `[B, M, P, Q]`, float32, Q a multiple of `TILE`."""
 
     row: jax.Array  # a whole number, of the upper left corner; `_NOWHERE` where a sample does not count
     column: jax.Array
-    below: jax.Array  # the share of the next row
+    below: jax.Array  # the fraction of the next row
     right: jax.Array
     weight: jax.Array  # 0 where it does not count
 
@@ -70,7 +70,7 @@ class OnLevel(NamedTuple):
     """A level and its sampling points, `[B, M, P, Q]`."""
 
     level: Level
-    cut: Cut
+    cut: LevelCut
     x: jax.Array
     y: jax.Array
     weight: jax.Array
@@ -104,7 +104,7 @@ def unsupported(options: Options, operands: Operands) -> str | None:
     return None
 
 
-def _most_bytes(cut: Cut, P: int, value: jax.Array) -> int:
+def _most_bytes(cut: LevelCut, P: int, value: jax.Array) -> int:
     """Returns the bytes of vector memory that the backward takes; the forward takes fewer."""
     width = round_up(value.shape[3], _SUBLANES)
     row, parts = round_up(width, LANES) * 4, parts_of(value.dtype)
@@ -114,13 +114,13 @@ def _most_bytes(cut: Cut, P: int, value: jax.Array) -> int:
     return whole + 3 * P * cut.width * TILE * 4
 
 
-def cut_of(height: int, width: int) -> Cut:
+def cut_of(height: int, width: int) -> LevelCut:
     """Returns the strips into which a level is cut."""
     width = round_up(width, _SUBLANES)
     rows = LANES // math.gcd(width, LANES)
     while rows * width < _DEPTH and rows < height:
         rows *= 2
-    return Cut(ceil_div(height, rows), rows, width)
+    return LevelCut(ceil_div(height, rows), rows, width)
 
 
 def parts_of(dtype: Any) -> int:
@@ -166,11 +166,11 @@ def levels(options: Options, operands: Operands) -> Iterator[OnLevel]:
         start, first = start + H * W, first + P
 
 
-def samples(options: Options, on: OnLevel) -> Samples:
+def samples(options: Options, on: OnLevel) -> LevelSamples:
     """Returns the samples of a level in the form that a kernel reads."""
     at = sampling.locate(options, on.level, on.x, on.y)
     row, column = (jnp.where(at.counts, n.astype(jnp.float32), _NOWHERE) for n in (at.row, at.column))
-    return Samples(
+    return LevelSamples(
         whole_tiles(row, _NOWHERE),
         whole_tiles(column, _NOWHERE),
         whole_tiles(at.below),
@@ -210,7 +210,7 @@ def all_of(x: Any) -> pl.BlockSpec:
     return pl.BlockSpec((None, None, *rest), lambda b, m, q: (b, m, *(ZERO,) * len(rest)))
 
 
-def touched(cut: Cut, row: jax.Array) -> tuple[jax.Array, jax.Array]:
+def touched(cut: LevelCut, row: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns, in a kernel, (the first strip, one more than the last) that samples with these rows read."""
 
     def strip(y):
@@ -223,25 +223,27 @@ def touched(cut: Cut, row: jax.Array) -> tuple[jax.Array, jax.Array]:
     return strip(first), end
 
 
-def share(first: jax.Array, of_next: jax.Array, count: int) -> jax.Array:
+def fraction(first: jax.Array, of_next: jax.Array, count: int) -> jax.Array:
     """Returns, in a kernel, the hats of rows or columns, `[count, TILE]`; its arguments are `[1, TILE]`."""
     n = lax.broadcasted_iota(jnp.int32, (count, TILE), 0).astype(jnp.float32)
     return jnp.where(n == first, 1 - of_next, jnp.where(n == first + 1, of_next, 0.0))
 
 
-def store_hat(cut: Cut, strip: jax.Array, of: Samples, across: Any, down: Any, parts: int, hat: Any) -> None:
+def store_hat(
+    cut: LevelCut, strip: jax.Array, of: LevelSamples, across: Any, down: Any, parts: int, hat: Any
+) -> None:
     """Writes, in a kernel, a strip of S to `hat [parts, pixels, TILE]`.
 
     Args:
       of: refs `[P, TILE]`.
-      across: ref `[P, width, TILE]`, what `share` gives of the columns.
+      across: ref `[P, width, TILE]`, what `fraction` gives of the columns.
       down: scratch `[P, rows, TILE]`.
     """
-    # the shares of the strip's rows, times the weights
+    # the fractions of the strip's rows, times the weights
     P, above = of.row.shape[0], (strip * cut.rows).astype(jnp.float32)
     for p in range(P):
         one = slice(p, p + 1)
-        down[p] = share(of.row[one] - above, of.below[one], cut.rows) * of.weight[one]
+        down[p] = fraction(of.row[one] - above, of.below[one], cut.rows) * of.weight[one]
 
     # row by row, the entries of all its columns: a sum over the samples
     for y in range(cut.rows):

@@ -76,8 +76,8 @@ class Words:
         """
         if not self.of_bits:
             return x
-        place = (column >> (self.columns.bit_length() - 1)) & (_BITS - 1)
-        return lax.shift_right_logical(x, place) & 1
+        bit = (column >> (self.columns.bit_length() - 1)) & (_BITS - 1)
+        return lax.shift_right_logical(x, bit) & 1
 
     def cut(self, rows: slice) -> "Words":
         """Returns the words of some rows."""

@@ -58,7 +58,7 @@ def _backward(
     heads = lambda x: kernel_inputs.pad(kernel_inputs.merged(x, 3), {1: T, -1: H})
     stat = rows(lse)
     if shift is not None:
-        stat = (stat - kernel_inputs.pad(shift, {1: T})) + rows(values.low)
+        stat = (stat - kernel_inputs.pad(shift, {1: T})) + rows(values.rounding)
     stat = jnp.swapaxes(jnp.where(stat == jnp.inf, NOTHING, stat), -1, -2)
 
     made: dict[str, Any] = {}
@@ -73,7 +73,7 @@ def _backward(
                 made[name] = made.get(name, 0) + x.astype(lse.dtype)
 
     # the call whose delta is that of the output, and one for the rest c of delta
-    has_rest = dlse is not None or residuals.result.out_low is not None
+    has_rest = dlse is not None or residuals.result.wide_out is not None
     if dout is not None or not has_rest:
         add(arrays, heads(out), heads(values.dout), wanted)
     if has_rest and (names := wanted & {"query", "key", "bias"}):

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_attn_bwd._core import pallas
-from jax_attn_bwd._core.numerics import to_rank
+from jax_attn_bwd._core.numerics import fast_two_sum, to_rank
 from jax_attn_bwd._core.sharding import tie
 from jax_attn_bwd.ops.dot_product.kernels import cudnn
 from jax_attn_bwd.ops.dot_product.kernels import inputs as kernel_inputs
@@ -53,9 +53,8 @@ def _forward(options: KernelOptions, interpret: bool, operands: Operands) -> Res
         base, shift = jnp.maximum(base, sink), base
         stat = (shift - base) + stat
         log_l = jnp.logaddexp(stat, sink - base)
-        share = jnp.where(stat == -jnp.inf, 0, jnp.exp(stat - log_l))
-        out = (out.astype(stat.dtype) * share[..., None]).astype(out.dtype)
-    # and what rounding took from it
-    lse = base + log_l
-    low = jnp.where(lse == -jnp.inf, 0, (base - lse) + log_l)
-    return Result(out, lse, low if kernel_inputs.has_low(options, operands) else None)
+        factor = jnp.where(stat == -jnp.inf, 0, jnp.exp(stat - log_l))
+        out = (out.astype(stat.dtype) * factor[..., None]).astype(out.dtype)
+    lse, rounding = fast_two_sum(base, log_l)
+    rounding = jnp.where(lse == -jnp.inf, 0, rounding)
+    return Result(out, lse, rounding if kernel_inputs.has_rounding(options, operands) else None)

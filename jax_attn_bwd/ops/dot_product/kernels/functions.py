@@ -279,7 +279,7 @@ def _programs(options: KernelOptions) -> Iterator[tuple[str, Any]]:
     if score is not None:
 
         def back(logits, batch, head, row, column, *values):
-            at = mod_functions.Tile(batch, head, row, column, None)
+            at = mod_functions.Elements(batch, head, row, column, None)
             values = tuple(jnp.broadcast_to(x, logits.shape) for x in values)
             return mod_functions.pulled_back(options, logits, at, values, logits, to_args=True)
 

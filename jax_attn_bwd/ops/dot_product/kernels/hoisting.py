@@ -82,7 +82,7 @@ class Value:
 
 
 @dataclass(frozen=True)
-class Cut:
+class Hoisted:
     """A function of one element, cut in two.
 
     Attributes:
@@ -113,7 +113,7 @@ def unsharded() -> Any:
 
 
 @lru_cache(maxsize=256)
-def cut(function: Any) -> Cut:
+def cut(function: Any) -> Hoisted:
     """Cuts the function of an `OnValues`."""
     # traced on one element: (logits), place, leaves of `mod_args`
     element = lambda dtype: jax.ShapeDtypeStruct((), dtype)
@@ -146,7 +146,7 @@ def cut(function: Any) -> Cut:
     handed: dict[Value, None] = {}
     made: dict[Value, None] = {}
     _walk(result, handed, made)
-    return Cut(result, tuple(handed), tuple(made))
+    return Hoisted(result, tuple(handed), tuple(made))
 
 
 def _is_cut(equation: Any, given: Sequence[Value]) -> bool:
@@ -249,7 +249,7 @@ class OnValues:
         return bool(self.types or self.program.consts)
 
     @property
-    def cut(self) -> Cut:
+    def cut(self) -> Hoisted:
         """Returns its parts."""
         return cut(self)
 

@@ -4,8 +4,8 @@ A block computes 2 x block_q query rows of one head with three warpgroups. One l
 ring of shared-memory stages (TMA). The other two hold block_q rows each, and take turns: while one has the
 tensor cores for its products (wgmma), the other computes exponentials. The softmax is that of
 `online_softmax.py`, in base 2 with the scale in the exponent; where logits have a bias or a soft cap the
-maximum is subtracted first, in natural units, so that huge tied logits stay exact. With `Plan.keeps_low` p is
-two numbers, what rounding takes from it the second, and each is multiplied with v.
+maximum is subtracted first, in natural units, so that huge tied logits stay exact. With `Plan.keeps_rounding`
+p is two numbers, its rounding the second, and each is multiplied with v.
 
 References:
   Shah et al., FlashAttention-3, 2024, arXiv:2407.08608, section 3.1 (ping-pong scheduling).
@@ -22,7 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_attn_bwd._core import dropout, hopper, mosaic_gpu, pallas
 from jax_attn_bwd._core.hopper import ROWS, WGMMA
-from jax_attn_bwd._core.numerics import finite, to_rank
+from jax_attn_bwd._core.numerics import finite, rounding_between, to_rank
 from jax_attn_bwd._core.sharding import tie
 from jax_attn_bwd.ops.dot_product.kernels import functions
 from jax_attn_bwd.ops.dot_product.kernels import hopper_tiles as tiles
@@ -35,12 +35,12 @@ from jax_attn_bwd.ops.dot_product.spec import KernelOptions, Operands, Result
 supports = tiles.unsupported
 
 
-def default_tiling(options: KernelOptions, operands: Operands, keeps_low: bool = False) -> Tiling:
+def default_tiling(options: KernelOptions, operands: Operands, keeps_rounding: bool = False) -> Tiling:
     """Fits tiles to shared memory, and to registers without spills; see `nvidia_static.md`."""
     H, Hv = (kernel_inputs.whole(x.shape[-1], tiles.HEAD) for x in (operands.query, operands.value))
     head = max(H, Hv)
     # an output that is not of the query's shape takes shared memory of its own; two numbers a p, registers
-    if (Hv != H and H + Hv > 384) or (head > 128 and keeps_low and options.dropout_rate):
+    if (Hv != H and H + Hv > 384) or (head > 128 and keeps_rounding and options.dropout_rate):
         return Tiling(block_q=64, block_k=32, stages=3)
     segments = operands.mask.query_segment_ids is not None
     crowded = options.logits_soft_cap is not None and (segments or jax.tree.leaves(operands.mod_args))
@@ -54,16 +54,16 @@ def default_tiling(options: KernelOptions, operands: Operands, keeps_low: bool =
 def forward(plan: Plan, operands: Operands) -> Result:
     """Computes the output and its row values."""
     options = KernelOptions.of(plan.options, operands.mask)
-    tiling = default_tiling(options, operands, plan.keeps_low)
+    tiling = default_tiling(options, operands, plan.keeps_rounding)
     operands = functions.with_numbers(operands)
-    run = partial(_forward, options, tiling, pallas.is_interpreted(mosaic_gpu.NAME), plan.keeps_low)
-    specs = partial(kernel_inputs.result_specs, options, plan.keeps_low)
+    run = partial(_forward, options, tiling, pallas.is_interpreted(mosaic_gpu.NAME), plan.keeps_rounding)
+    specs = partial(kernel_inputs.result_specs, options, plan.keeps_rounding)
     keys = kernel_inputs.dropout_keys(options, operands)
     return tie(pallas.on_local_shards(run, specs, (operands, keys)), operands)
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def _forward(options, tiling, interpret, keeps_low, operands, keys):
+def _forward(options, tiling, interpret, keeps_rounding, operands, keys):
     # inputs `[B, T, N, H]` in whole tiles, and which tiles of keys each tile of 2 x block_q queries visits
     *batch, T, N, _ = operands.query.shape
     Hv = operands.value.shape[-1]
@@ -73,48 +73,49 @@ def _forward(options, tiling, interpret, keeps_low, operands, keys):
     bounds = tiles.bounds(options, refs, rows, tiling.block_k)
     refs = pallas.vary_alike(refs._replace(bounds=bounds, mod_args=()))
     # a block for each tile of queries, of each head and batch entry
-    out, lse, *low = mosaic_gpu.launch(
+    out, lse, *rounding = mosaic_gpu.launch(
         partial(_kernel, options, tiling),
-        "attention_forward_low" if keeps_low else "attention_forward",
+        "attention_forward_low" if keeps_rounding else "attention_forward",
         interpret=interpret,
-        out_type=_out_types(options, keeps_low, refs),
+        out_type=_out_types(options, keeps_rounding, refs),
         scratch=_scratch(options, tiling, refs, interpret),
         grid={"q_tile": refs.q.shape[1] // rows, "head": N, "batch": refs.q.shape[0]},
         warpgroups=tiles.COMPUTE_WARPGROUPS + 1,
     )(refs)
 
     # without padding, with the batch axes of the call: out `[..., T, N, Hv]`, lse `[..., T, N]`
-    out, *out_low = (x[:, :T, :, :Hv].reshape(*batch, T, N, Hv) for x in (out, *low[1:]))
-    lse, *low = (jnp.swapaxes(x[..., :T], -1, -2).reshape(*batch, T, N) for x in (lse, *low[:1]))
+    out, *out_rounding = (x[:, :T, :, :Hv].reshape(*batch, T, N, Hv) for x in (out, *rounding[1:]))
+    lse, *rounding = (jnp.swapaxes(x[..., :T], -1, -2).reshape(*batch, T, N) for x in (lse, *rounding[:1]))
     # a query beyond its length sees nothing but the sink
     if (lengths := operands.mask.query_seq_lengths) is not None:
         lengths = lengths[..., None, None]
         beyond = to_rank(jnp.arange(T, dtype=jnp.int32)[:, None], lengths.ndim) >= lengths
         empty = -jnp.inf if operands.sink is None else operands.sink.astype(lse.dtype)
-        out, *out_low = (jnp.where(beyond[..., None], 0, x) for x in (out, *out_low))
+        out, *out_rounding = (jnp.where(beyond[..., None], 0, x) for x in (out, *out_rounding))
         lse = jnp.where(beyond, empty, lse)
-    return Result(out, lse, *(low or [None]), *out_low)
+    wide = [out.astype(lse.dtype) + x.astype(lse.dtype) for x in out_rounding]
+    return Result(out, lse, *(rounding or [None]), *wide)
 
 
-def _out_types(options: KernelOptions, keeps_low: bool, refs: Inputs) -> list[Any]:
-    """Returns the types of out, lse and, where they are kept, of what rounding took from lse and from out."""
+def _out_types(options: KernelOptions, keeps_rounding: bool, refs: Inputs) -> list[Any]:
+    """Returns the types of out, lse and, where they are kept, of their roundings."""
     (B, T, N, _), Hv = refs.q.shape, refs.v.shape[-1]
     row = pallas.out_type((B, N, T), jnp.float32, refs)
     out = pallas.out_type((B, T, N, Hv), refs.q.dtype, refs)
-    low = [row] if kernel_inputs.has_low(options, refs) else []
-    return [out, row, *low, *([out] if keeps_low else [])]
+    rounding = [row] if kernel_inputs.has_rounding(options, refs) else []
+    return [out, row, *rounding, *([out] if keeps_rounding else [])]
 
 
 def _scratch(options: KernelOptions, tiling: Tiling, refs: Inputs, interpret: bool) -> dict[str, Any]:
     """Returns the types of shared memory and barriers, by the names of arguments of `_kernel`."""
     dtype, H, Hv = refs.q.dtype, refs.q.shape[-1], refs.v.shape[-1]
     wgs, bq, bk = tiles.COMPUTE_WARPGROUPS, tiling.block_q, tiling.block_k
-    # rings for k and v, q of each computing warpgroup, lse and low of each row; a barrier at which the two
-    # take turns
+    # rings for k and v, q of each computing warpgroup, lse and its rounding of each row; a barrier at which
+    # the two take turns
     tile = partial(hopper.tile, swizzle=tiling.swizzle)
     scratch = tiles.key_rings(refs, tiling) | dict(
         q_tile=tile((wgs, bq, H), dtype),
-        row_values=plgpu.SMEM((wgs, 2 if kernel_inputs.has_low(options, refs) else 1, bq), jnp.float32),
+        row_values=plgpu.SMEM((wgs, 2 if kernel_inputs.has_rounding(options, refs) else 1, bq), jnp.float32),
         q_loaded=plgpu.Barrier(num_barriers=wgs),
         turn=plgpu.Barrier(num_arrivals=wgs),
     )
@@ -127,7 +128,7 @@ def _scratch(options: KernelOptions, tiling: Tiling, refs: Inputs, interpret: bo
 
 def _kernel(
     options: KernelOptions, tiling: Tiling,
-    refs: Inputs, out_ref, lse_ref, *low_refs,
+    refs: Inputs, out_ref, lse_ref, *rounding_refs,
     q_tile, k_tiles, v_tiles, row_values, q_loaded, k_loaded, v_loaded, k_free, v_free, turn,
     out_tile=None, spare=None,
 ):  # fmt: skip
@@ -137,7 +138,7 @@ def _kernel(
     i = lax.axis_index("q_tile")
     if options.is_causal:  # the longest first
         i = jnp.int32(refs.q.shape[1] // (tiles.COMPUTE_WARPGROUPS * tiling.block_q) - 1) - i
-    groups, keeps_low = refs.q.shape[2] // refs.k.shape[2], len(low_refs) == 2
+    groups, keeps_rounding = refs.q.shape[2] // refs.k.shape[2], len(rounding_refs) == 2
     wide = max(refs.q.shape[-1], refs.v.shape[-1]) > 128
     bq, bk, stages = tiling.block_q, tiling.block_k, tiling.stages
     # Which tiles of keys it visits. All warpgroups need it: it is read before they part where that is cheap;
@@ -145,7 +146,7 @@ def _kernel(
     load_bounds = partial(tiles.load_bounds, refs, b, i, refs.k.shape[1] // bk)
     known = None if isinstance(refs.bounds, tiles.Listed) else load_bounds()
 
-    # the last warpgroup loads k and v of each visited tile, as places of the rings come free
+    # the last warpgroup loads k and v of each visited tile, as slots of the rings come free
     @pl.when(wg == tiles.COMPUTE_WARPGROUPS)
     def _load():
         plgpu.set_max_registers(hopper.LOAD_REGISTERS, action="decrease")
@@ -179,7 +180,7 @@ def _kernel(
             plgpu.barrier_arrive(k_free.at[slot])
             # p (2), and m and l of the rows, while the tensor cores are the other's
             tile = Tile(options, refs, b, n, row, bounds.tile(t) * bk, (bq, bk))
-            decay, p, m, l = _softmax(tile, keeps_low, s, bounds.mixed(t), *carry[1:])
+            decay, p, m, l = _softmax(tile, keeps_rounding, s, bounds.mixed(t), *carry[1:])
             acc = carry[0] * lax.broadcast_in_dim(decay, carry[0].shape, [0])
             acc, m, l, p = lax.optimization_barrier((acc, m, l, p))
             # the other's turn; acc += p v when one's own has come back
@@ -202,24 +203,24 @@ def _kernel(
         target = (q_tile if out_tile is None else out_tile).at[wg]
         out = acc * lax.broadcast_in_dim(scale, acc.shape, [0])
         narrow = out.astype(refs.q.dtype)
-        lost = _lost(out, narrow) if keeps_low else None
+        out_rounding = rounding_between(out, narrow) if keeps_rounding else None
         target[...] = narrow
         # lse = m + log l, in natural units
         unit = LN_2 if is_plain(options, refs) else 1.0  # of m
         log_l = jnp.log2(l) * LN_2
         lse = m * unit + log_l
         row_values[wg, 0] = lse
-        if low_refs:  # what rounding took from lse
+        if rounding_refs:
             row_values[wg, 1] = jnp.where(l == 0.0, 0.0, (m - lse) + log_l)
         # both go to global memory by way of shared memory, out in the place of q where their sizes agree
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(target, out_ref.at[b, pl.ds(row, bq), n], commit_group=False)
-        for c, ref in enumerate((lse_ref, *low_refs[:1])):
+        for c, ref in enumerate((lse_ref, *rounding_refs[:1])):
             plgpu.copy_smem_to_gmem(row_values.at[wg, c], ref.at[b, n, pl.ds(row, bq)], commit_group=False)
         plgpu.commit_smem_to_gmem_group()
         plgpu.wait_smem_to_gmem(0)
-        for ref in low_refs[1:]:  # what it took from out, in the place of out
-            target[...] = lost
+        for ref in rounding_refs[1:]:  # that of out, in the place of out
+            target[...] = out_rounding
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(target, ref.at[b, pl.ds(row, bq), n])
             plgpu.wait_smem_to_gmem(0)
@@ -239,7 +240,7 @@ def _initial(options, refs: Inputs, rows: int, n):
     return acc, filled(sink, (rows,), ROWS), filled(l, (rows,), ROWS)
 
 
-def _softmax(tile: Tile, keeps_low: bool, s, mixed, m_old, l_old):
+def _softmax(tile: Tile, keeps_rounding: bool, s, mixed, m_old, l_old):
     """Returns (decay of what was accumulated, numbers that add up to p, m, l) after a tile of products s."""
     # the maxima m of the rows, of all tiles up to this one
     logits = tile.logits(s, mixed)
@@ -253,11 +254,6 @@ def _softmax(tile: Tile, keeps_low: bool, s, mixed, m_old, l_old):
     kept = tile.keep()
     if kept is not None:
         p = jnp.where(kept, p, 0.0)
-    # as the product takes it: rounded, and with `keeps_low` what that took as well
+    # as the product takes it: rounded, and with `keeps_rounding` what that took as well
     narrow = p.astype(tile.refs.q.dtype)
-    return decay, [narrow, _lost(p, narrow)] if keeps_low else [narrow], m, l
-
-
-def _lost(x: jax.Array, narrow: jax.Array) -> jax.Array:
-    """Returns what rounding took from `x`."""
-    return (x - narrow.astype(x.dtype)).astype(narrow.dtype)
+    return decay, [narrow, rounding_between(p, narrow)] if keeps_rounding else [narrow], m, l

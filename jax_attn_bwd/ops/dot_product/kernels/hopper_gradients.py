@@ -23,7 +23,7 @@ class Saved(NamedTuple):
 
     refs: Inputs
     dout: Any  # [B, T, N, Hv]
-    rows: Any  # float32 [B, N, 2|3, T]: lse in units of the exponent, delta, low with a bias
+    rows: Any  # float32 [B, N, 2|3, T]: lse in units of the exponent, delta, rounding with a bias
 
     def with_bounds(self, options: KernelOptions, rows: int, columns: int, **how: bool) -> "Saved":
         """Adds the bounds of a kernel's tiles; `how` as in `hopper_tiles.bounds`."""
@@ -31,7 +31,7 @@ class Saved(NamedTuple):
         return pallas.vary_alike(self._replace(refs=self.refs._replace(bounds=found, mod_args=())))
 
     def row_loaders(self, tile: Tile) -> list[Any]:
-        """Returns functions that load lse, delta, low of a tile's queries."""
+        """Returns functions that load lse, delta, rounding of a tile's queries."""
         rows = self.rows.at[tile.b, tile.n]
         return [partial(tile.vector, rows.at[i], 0) for i in range(self.rows.shape[2])]
 
@@ -81,16 +81,16 @@ class Weights(NamedTuple):
 
 
 def weights(tile: Tile, products, mixed, rows, of_bias=False, to_values=False) -> Weights:
-    """Computes `Weights` from products q k^T; `rows` load lse, delta and low.
+    """Computes `Weights` from products q k^T; `rows` load lse, delta and rounding.
 
     What is for a bias has no slope of the soft cap. For the values of the score its derivative is taken of
     dlogits. With dropout the sign of p says what is dropped: a slope that may be negative comes later.
     """
-    # p = exp(logits - lse) (2); low is what rounding took from lse
+    # p = exp(logits - lse) (2), with the rounding of lse
     logits = tile.logits(products, mixed)
     lse, *_ = rows
-    low = (lambda: tile.spread(rows[2](), 0)) if len(rows) > 2 else None
-    p, slope = logits.exp(tile.spread(lse(), 0), low), None if of_bias else logits.slope
+    rounding = (lambda: tile.spread(rows[2](), 0)) if len(rows) > 2 else None
+    p, slope = logits.exp(tile.spread(lse(), 0), rounding), None if of_bias else logits.slope
     # without a score the slope of the soft cap is all that is left
     if logits.before is None:
         return Weights(p, slope)

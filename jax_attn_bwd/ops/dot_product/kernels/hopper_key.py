@@ -32,7 +32,7 @@ from jax_attn_bwd.ops.dot_product.spec import KernelOptions
 
 
 class Shared(NamedTuple):
-    """Shared memory and barriers of a block; wgs = computing warpgroups, stages = places of a ring."""
+    """Shared memory and barriers of a block; wgs = computing warpgroups, stages = slots of a ring."""
 
     k_tile: Any  # [wgs, block_k, H], in the end dk
     v_tile: Any  # [wgs, block_k, Hv], in the end dv
@@ -85,7 +85,7 @@ def _scratch(tiling: Tiling, saved: Saved, sums: int, fused: bool, interpret: bo
     return shared
 
 
-class Block(NamedTuple):
+class KeyBlock(NamedTuple):
     """The call as the warpgroups of a block know it, and where the block is."""
 
     options: KernelOptions
@@ -123,19 +123,19 @@ class Block(NamedTuple):
         return self.head * g + lax.rem(step, g), lax.div(step, g)
 
 
-def _load(block: Block) -> None:
+def _load(block: KeyBlock) -> None:
     """Runs the loading warpgroup: q, its row values and tokens, and dout of each step."""
     # where the queries of a step are: a query head, and block_q rows
     plgpu.set_max_registers(hopper.LOAD_REGISTERS, action="decrease")
     bounds, refs, shared, bq = block.bounds(), block.refs, block.shared, block.tiling.block_q
 
-    def place(step: Any) -> tuple[Any, Any]:
+    def turn(step: Any) -> tuple[Any, Any]:
         n, t = block.at(step)
         return n, pl.ds(bounds.tile(t) * bq, bq)
 
-    # a ring for what s needs, and one for dout: their places come free at different times
+    # a ring for what s needs, and one for dout: their slots come free at different times
     def q_and_row_values(step):
-        n, span = place(step)
+        n, span = turn(step)
         tokens = [getattr(refs, name) for name in shared.token_tiles]
         return [
             refs.q.at[block.b, span, n],
@@ -144,7 +144,7 @@ def _load(block: Block) -> None:
         ]
 
     def dout(step):
-        n, span = place(step)
+        n, span = turn(step)
         return [block.saved.dout.at[block.b, span, n]]
 
     q_targets = [shared.q_tiles, shared.row_tiles, *shared.token_tiles.values()]
@@ -236,14 +236,14 @@ def _kernel(
     groups, key_head = saved.refs.q.shape[2] // saved.refs.k.shape[2], head
     if not {"key", "value"} & {*names}:
         key_head, groups = lax.div(head, jnp.int32(groups)), 1
-    block = Block(options, tiling, names, saved, Shared(**scratch), b, head, key_head, j, groups)
+    block = KeyBlock(options, tiling, names, saved, Shared(**scratch), b, head, key_head, j, groups)
     # the last warpgroup loads, the others compute, block_k keys each
     wgs = tiles.COMPUTE_WARPGROUPS
     pl.when(wg == wgs)(partial(_load, block))
     pl.when(wg < wgs)(partial(_compute, block, wg, results))
 
 
-def _compute(block: Block, wg: Any, results: tuple[Any, ...]) -> None:
+def _compute(block: KeyBlock, wg: Any, results: tuple[Any, ...]) -> None:
     """Runs a computing warpgroup: sums over all steps for its block_k keys, and writes them."""
     # k [block_k, H] and v [block_k, Hv] stay in shared memory
     plgpu.set_max_registers(hopper.COMPUTE_REGISTERS, action="increase")
@@ -277,14 +277,14 @@ def _compute(block: Block, wg: Any, results: tuple[Any, ...]) -> None:
             _write(shared.v_tile.at[wg], made[name], result.at[keys])
         else:
             for line, total in enumerate(totals):
-                place = (block.b, block.head, line, pl.ds(column, bk))
-                _write(shared.sums.at[wg, line], total, result.at[place])
+                at = (block.b, block.head, line, pl.ds(column, bk))
+                _write(shared.sums.at[wg, line], total, result.at[at])
     plgpu.wait_smem_to_gmem(0)
 
 
-def _step(block: Block, wg, bounds: Any, column, dq_ref, accs: dict[str, Any], step, totals):
+def _step(block: KeyBlock, wg, bounds: Any, column, dq_ref, accs: dict[str, Any], step, totals):
     """Adds a tile of queries to `accs`, and to the sums `totals`, which it returns."""
-    # where the step is: a place of the rings, a query head and block_q rows
+    # where the step is: a slot of the rings, a query head and block_q rows
     shared, names, (bq, bk) = block.shared, block.names, (block.tiling.block_q, block.tiling.block_k)
     slot = lax.rem(step, jnp.int32(block.tiling.stages))
     mine = wg + bounds.opaque_zero() if block.saved.head > 128 or shared.exchange else wg
@@ -307,8 +307,8 @@ def _step(block: Block, wg, bounds: Any, column, dq_ref, accs: dict[str, Any], s
 
     # dx^T (10), [block_k, block_q], and what it adds to the sums over queries
     acc = plgpu.ACC((bk, bq), jnp.float32)
-    place = _Place(bounds, t, tile, mine, slot)
-    dx, added = pl.run_scoped(partial(_dx, block, place, add_dv if "value" in names else None), acc, acc)
+    position = _LoopPosition(bounds, t, tile, mine, slot)
+    dx, added = pl.run_scoped(partial(_dx, block, position, add_dv if "value" in names else None), acc, acc)
     totals = [total + x.sum(axis=1) for total, x in zip(totals, added, strict=True)]
     if not accs:
         plgpu.commit_smem()  # no product comes between reading the row values and their next load
@@ -322,7 +322,7 @@ def _step(block: Block, wg, bounds: Any, column, dq_ref, accs: dict[str, Any], s
             _add_dq(dx, shared.k_tile, there, row, step, spare is not None, **shared.exchange)
         elif "value" in names:
             plgpu.wgmma_wait(1)  # all but the product just started: dout has been read
-    # places are free when products have read them: first that of dout, then that of q
+    # slots are free when products have read them: first that of dout, then that of q
     if names == ["value"]:
         plgpu.wgmma_wait(0)
     plgpu.barrier_arrive(shared.dout_free.at[slot])
@@ -332,18 +332,22 @@ def _step(block: Block, wg, bounds: Any, column, dq_ref, accs: dict[str, Any], s
     return totals
 
 
-class _Place(NamedTuple):
-    """The place of a computing warpgroup in its loop."""
+class _LoopPosition(NamedTuple):
+    """Where a computing warpgroup is in its loop."""
 
     bounds: Any
     t: Any  # their step
     tile: Tile
-    mine: Any  # place of its k and v in shared memory
-    slot: Any  # place of q and dout
+    mine: Any  # slot of its k and v in shared memory
+    slot: Any  # slot of q and dout
 
 
 def _dx(
-    block: Block, place: _Place, add_dv: Callable[[jax.Array], None] | None, s_acc: Any, dp_acc: Any
+    block: KeyBlock,
+    position: _LoopPosition,
+    add_dv: Callable[[jax.Array], None] | None,
+    s_acc: Any,
+    dp_acc: Any,
 ) -> tuple[jax.Array | None, list[jax.Array]]:
     """Returns (dx of a tile, for a bias without the slope of the soft cap; what it adds to the sums).
 
@@ -351,14 +355,14 @@ def _dx(
     """
     # s^T = k q^T, [block_k, block_q]; dp^T = v dout^T beside it where registers hold both
     shared, names, saved = block.shared, block.names, block.saved
-    bounds, t, tile, mine, slot = place
+    bounds, t, tile, mine, slot = position
     keys, values = shared.k_tile.at[mine], shared.v_tile.at[mine]
     queries, dout = shared.q_tiles.at[slot].T, shared.dout_tiles.at[slot].T
     plgpu.wgmma(s_acc, keys, queries)
     early = block.tiling.overlap and names != ["value"]  # dp is computed together with s
     if early:
         plgpu.wgmma(dp_acc, values, dout)
-    # p (2), negative where dropout drops it; lse, delta and low are loaded where they are needed
+    # p (2), negative where dropout drops it; lse, delta and rounding are loaded where they are needed
     rows = [
         partial(mosaic_gpu.load, shared.row_tiles.at[slot, r], layout=COLUMNS)
         for r in range(saved.rows.shape[2])

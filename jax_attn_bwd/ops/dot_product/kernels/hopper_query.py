@@ -106,7 +106,7 @@ def _kernel(
     def load_bounds():  # by each warpgroup for itself: what is known before they part costs registers
         return tiles.load_bounds(refs, b, i, refs.k.shape[1] // bk)
 
-    # the last warpgroup loads k and v of each visited tile, as places of the rings come free
+    # the last warpgroup loads k and v of each visited tile, as slots of the rings come free
     @pl.when(wg == wgs)
     def _load():
         plgpu.set_max_registers(hopper.LOAD_REGISTERS, action="decrease")
@@ -120,13 +120,13 @@ def _kernel(
     def _compute():
         plgpu.set_max_registers(hopper.COMPUTE_REGISTERS, action="increase")
         bounds = load_bounds()
-        # q [block_q, H] and dout [block_q, Hv] stay in shared memory, lse, delta and low in registers
+        # q [block_q, H] and dout [block_q, Hv] stay in shared memory, lse, delta and rounding in registers
         row = (i * wgs + wg) * bq
         here = (b, pl.ds(row, bq), n)
         plgpu.copy_gmem_to_smem(refs.q.at[here], q_tile.at[wg], loaded.at[wg])
         plgpu.copy_gmem_to_smem(saved.dout.at[here], dout_tile.at[wg], loaded.at[wg])
-        place = Tile(options, refs, b, n, row, jnp.int32(0), (bq, bk))
-        rows = [gradients.loader_of(load()) for load in saved.row_loaders(place)]
+        first = Tile(options, refs, b, n, row, jnp.int32(0), (bq, bk))
+        rows = [gradients.loader_of(load()) for load in saved.row_loaders(first)]
         plgpu.barrier_wait(loaded.at[wg])
         side = 0 if "rows" in names else None
         how = {"of_bias": "bias" in names, "to_values": side is not None}
@@ -136,7 +136,7 @@ def _kernel(
             # k and v of the tile are there
             slot = lax.rem(t, jnp.int32(stages))
             mine = wg + bounds.opaque_zero() if saved.head > 128 else wg
-            tile = place._replace(column=bounds.tile(t) * bk)
+            tile = first._replace(column=bounds.tile(t) * bk)
             plgpu.barrier_wait(k_loaded.at[slot])
             plgpu.barrier_wait(v_loaded.at[slot])
 
@@ -208,7 +208,7 @@ def bias_gradient(options: KernelOptions, interpret: bool, saved: Saved) -> jax.
     saved = saved.with_bounds(options, wgs * bq, bk, each=True)
     (_, T, _, H), (_, S, _, Hv) = saved.refs.q.shape, saved.refs.v.shape
     B, N, _, _ = saved.refs.bias.shape
-    # shared memory: `stages` places for q, dout, k and v of a pair, filled and freed together; the total
+    # shared memory: `stages` slots for q, dout, k and v of a pair, filled and freed together; the total
     dtype, ring = saved.refs.q.dtype, partial(plgpu.Barrier, num_barriers=stages)
     tile = partial(hopper.tile, swizzle=tiling.swizzle)
     scratch = dict(
@@ -311,6 +311,6 @@ def _bias_kernel(
         total = lax.fori_loop(jnp.int32(0), count, step, gradients.zeros((bq, bk), WGMMA))
         total_tile[wg] = total
         plgpu.commit_smem()
-        place = (*own, pl.ds(row, bq), pl.ds(j * bk, bk))
-        plgpu.copy_smem_to_gmem(total_tile.at[wg], result.at[place])
+        at = (*own, pl.ds(row, bq), pl.ds(j * bk, bk))
+        plgpu.copy_smem_to_gmem(total_tile.at[wg], result.at[at])
         plgpu.wait_smem_to_gmem(0)

@@ -257,7 +257,7 @@ class Tile(NamedTuple):
         values = [self.value(ref) for ref in self.refs.score_values]
 
         def call(logits, batch, head, row, column, *others):
-            place, count = mod_functions.Tile(batch, head, row, column, None), len(values)
+            place, count = mod_functions.Elements(batch, head, row, column, None), len(values)
             return function(logits, place, others[:count], *others[count:])
 
         return functions.on_tile(functions.for_gpus(call), logits, *numbers, row, column, *values, *more)

@@ -319,16 +319,16 @@ def is_plain(options: KernelOptions, refs: Inputs) -> bool:
     return free and options.scale > 0
 
 
-def has_low(options: KernelOptions, given: Any) -> bool:
-    """Tells whether lse keeps what rounding took from it: logits may be huge; `given` has the bias."""
+def has_rounding(options: KernelOptions, given: Any) -> bool:
+    """Tells whether lse keeps its rounding: logits may be huge; `given` has the bias."""
     return given.bias is not None or options.score_mod is not None
 
 
-def result_specs(options: KernelOptions, keeps_low: bool, operands: Any, keys: Any = None) -> Any:
+def result_specs(options: KernelOptions, keeps_rounding: bool, operands: Any, keys: Any = None) -> Any:
     """Returns the specs of a forward's result, from those of the operands."""
     out: Any = operands.query
     row: Any = PartitionSpec(*out[:-1])
-    return Result(out, row, row if has_low(options, operands) else None, out if keeps_low else None)
+    return Result(out, row, row if has_rounding(options, operands) else None, out if keeps_rounding else None)
 
 
 def at(ref: Any, axis: int, index: Any) -> Any:
@@ -356,14 +356,14 @@ class RowValues(NamedTuple):
     query: jax.Array  # [..., T, N, H], 0 in rows that see nothing
     dout: jax.Array  # [..., T, N, Hv], likewise
     lse: jax.Array  # [..., T, N], inf in rows that see nothing: their p is 0
-    low: jax.Array  # [..., T, N]
+    rounding: jax.Array  # [..., T, N]
     delta: jax.Array  # [..., T, N]
     dsink: jax.Array | None  # the gradient of the sink (9), if it is wanted
 
 
 def row_values(options: KernelOptions, residuals: Residuals, dout: Any, dlse: Any) -> RowValues:
     """Computes `RowValues` from what the forward left, and the cotangents."""
-    operands, (out, lse, low, _) = residuals.operands, residuals.result
+    operands, (out, lse, rounding, _) = residuals.operands, residuals.result
     query = operands.query
     dout = whole = jnp.zeros_like(out) if dout is None else dout
     # A row that attends to nothing may hold anything in q and dout. If out = 0 it has no key elsewhere.
@@ -379,15 +379,15 @@ def row_values(options: KernelOptions, residuals: Residuals, dout: Any, dlse: An
     if "sink" in residuals.wanted.names:
         assert operands.sink is not None  # its gradient is asked for
         dsink = row_terms.gradient_of_sink(operands.sink, residuals.result, delta)
-    low = jnp.zeros_like(lse) if low is None else low
+    rounding = jnp.zeros_like(lse) if rounding is None else rounding
     lse = lse if empty is None else jnp.where(empty, jnp.inf, lse)
-    return RowValues(query, dout, lse, low, delta, dsink)
+    return RowValues(query, dout, lse, rounding, delta, dsink)
 
 
 def saved_rows(
     options: KernelOptions, refs: Inputs, values: RowValues, padding: Padding
 ) -> tuple[list[jax.Array], jax.Array]:
-    """Returns ([lse, delta, low where it is kept], each `[B, N, T]`; dout `[B, T, N, Hv]`), whole.
+    """Returns ([lse, delta, rounding where it is kept], each `[B, N, T]`; dout `[B, T, N, Hv]`), whole.
 
     lse is in units of the exponent; rows of padding have lse = inf, which makes their p 0.
     """
@@ -398,7 +398,7 @@ def saved_rows(
 
     lse = values.lse * LOG2_E if is_plain(options, refs) else values.lse
     rows = [row(lse, jnp.inf), row(values.delta)]
-    rows += [row(values.low)] if has_low(options, refs) else []
+    rows += [row(values.rounding)] if has_rounding(options, refs) else []
     return rows, pad(merged(values.dout, 3), {-3: padding.queries, -1: padding.head})
 
 

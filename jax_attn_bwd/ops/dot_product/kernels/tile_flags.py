@@ -108,16 +108,16 @@ class Logits(NamedTuple):
     is_plain: bool
     before: jax.Array | None = None  # what `score_mod` was handed
 
-    def exp(self, shift: jax.Array, low: Callable[[], jax.Array] | None = None) -> jax.Array:
-        """Computes the exponential of logits - shift - low.
+    def exp(self, shift: jax.Array, rounding: Callable[[], jax.Array] | None = None) -> jax.Array:
+        """Computes the exponential of logits - shift - rounding.
 
-        Plain logits have no `low`, and `shift` in units of exp2. `low` is loaded when it is needed: registers
-        are scarce.
+        Plain logits have no `rounding`, and `shift` in units of exp2. It is loaded when it is needed:
+        registers are scarce.
         """
         if self.is_plain:
             return jnp.exp2(self.x * self.factor - shift)
         x = self.x - shift
-        return jnp.exp2((x if low is None else x - low()) * LOG2_E)
+        return jnp.exp2((x if rounding is None else x - rounding()) * LOG2_E)
 
     def decay(self, old: jax.Array, new: jax.Array) -> jax.Array:
         """Computes exp(old - new) of two maxima, in the units of `exp`'s `shift`."""

@@ -37,10 +37,10 @@ from jax_attn_bwd.ops.dot_product.kernels import tpu_tiles as tiles
 from jax_attn_bwd.ops.dot_product.kernels.inputs import Inputs
 from jax_attn_bwd.ops.dot_product.kernels.tile_flags import tile_flags
 from jax_attn_bwd.ops.dot_product.kernels.tpu_tiles import (
-    Part,
     PlaneSides,
     Schedule,
     Step,
+    TilePart,
     Tiling,
     every_tile,
     product,
@@ -95,7 +95,7 @@ class Saved(NamedTuple):
 
     refs: Inputs
     dout: Any  # [B, N, T, Hv]
-    rows: Any  # float32 [B, N, 2|3, T]: lse in units of the exponent, delta, low where it is kept
+    rows: Any  # float32 [B, N, 2|3, T]: lse in units of the exponent, delta, rounding where it is kept
 
 
 def _prepare(options: KernelOptions, operands: Operands, keys: Any, values: Any, tiling: Tiling):
@@ -138,17 +138,17 @@ def _cut_value(x: Any, side: int | None, where: slice, tiling: Tiling, T: int) -
     return x[..., where.start * tiling.block_q : where.stop * tiling.block_q] if side == 0 else x
 
 
-def _probabilities_and_dlogits(part: Part, rows, products, dp, mixed: bool, to_values: bool = False):
+def _probabilities_and_dlogits(part: TilePart, rows, products, dp, mixed: bool, to_values: bool = False):
     """Computes (p with dropout applied (5), dlogits (8a), dx (10), dvalues) of a part.
 
     Without `dp` p alone. `rows` is the block `[2|3, n]` of `Saved.rows`; dvalues has, with `to_values`, what
     each element adds to the gradients of the floats that the score is handed (8a), else nothing.
     """
-    # p = exp(logits - lse) (2); low is what rounding took from lse
+    # p = exp(logits - lse) (2), with the rounding of lse
     options = part.options
-    lse, delta, *low = (part.vector(rows[i : i + 1, :], 0) for i in range(rows.shape[0]))
+    lse, delta, *rounding = (part.vector(rows[i : i + 1, :], 0) for i in range(rows.shape[0]))
     logits = part.logits(products, mixed)
-    p = logits.exp(lse, (lambda: low[0]) if low else None)
+    p = logits.exp(lse, (lambda: rounding[0]) if rounding else None)
     if logits.before is not None:  # a score may be NaN in rows of padding
         p = jnp.where(lse == jnp.inf, 0.0, p)
     # what dropout lets pass is all that values are multiplied by (5), and all that dp counts (6)
@@ -209,16 +209,16 @@ def gradients(
     size = N // K * tiling.block_q * saved.refs.q.shape[-1] * (4 + 2 * operands.query.dtype.itemsize)
     chunk = n_q if not wanted & {"query"} else max(1, min(n_q, RESIDENT // size))
     # a kernel for each, with a schedule of its own
-    pieces = []
+    chunks = []
     for first in range(0, n_q, chunk) if wanted else ():
         where = slice(first, first + chunk)
         visits = schedule(jax.tree.map(lambda x, where=where: x[:, where], flags), by_key=True)
         call = _Call(options, tiling, sides, lines, visits, wanted, first, n_q)
-        pieces.append(_chunk(call, interpret, _cut(saved, sides, where, tiling)))
+        chunks.append(_chunk(call, interpret, _cut(saved, sides, where, tiling)))
     # chunks side by side where something is by query, added up where it is by key or distance
     made: dict[str, Any] = {}
     for name in sorted(wanted):
-        part = [piece[name] for piece in pieces]
+        part = [chunk[name] for chunk in chunks]
         made[name] = jnp.concatenate(part, 2) if name in by_query else functools.reduce(jnp.add, part)
     # without padding: dq, dk, dv [..., T|S, N|K, H], sums [B, N, T|1, S|1] or of distances as they are
     shapes = {"query": (T, N, H), "key": (S, K, H), "value": (S, K, Hv)}
@@ -381,7 +381,7 @@ def _kernel(call: _Call, tree, order, locate, keys, steps, *refs) -> None:
         for ref in of_tile.values():
             ref[...] = jnp.zeros(ref.shape, jnp.float32)
         parts = [
-            Part(call.options, given, sides, tiling, step, slices, True, call.first * tiling.block_q)
+            TilePart(call.options, given, sides, tiling, step, slices, True, call.first * tiling.block_q)
             for slices in tiling.parts()
         ]
         stages = (
@@ -419,7 +419,7 @@ def _kernel(call: _Call, tree, order, locate, keys, steps, *refs) -> None:
                 out[...] = total.astype(out.dtype)
 
 
-def _products(dout_ref, with_dp: bool, part: Part, _: Any) -> tuple:
+def _products(dout_ref, with_dp: bool, part: TilePart, _: Any) -> tuple:
     """Computes (k q^T, v dout^T or None) of a part, `[keys, queries]`."""
     options, refs = part.options, part.refs
     queries, keys = part.slices
@@ -429,7 +429,7 @@ def _products(dout_ref, with_dp: bool, part: Part, _: Any) -> tuple:
     return products, product(options, refs.v[keys, :], dout_ref[queries, :], (1, 1))
 
 
-def _elements(rows_ref, mixed: bool, lines: list[str], part: Part, given: tuple) -> tuple:
+def _elements(rows_ref, mixed: bool, lines: list[str], part: TilePart, given: tuple) -> tuple:
     """Returns (p, what is summed in `lines`, dx): what is multiplied is in the type of the operands."""
     products, dp = given
     of_scores = [name for name in lines if name != "bias"]
@@ -441,7 +441,7 @@ def _elements(rows_ref, mixed: bool, lines: list[str], part: Part, given: tuple)
     return p.astype(dtype), summed, None if dx is None else dx.astype(dtype)
 
 
-def _add(dout_ref, sums, lines, row, g, part: Part, given: tuple) -> None:
+def _add(dout_ref, sums, lines, row, g, part: TilePart, given: tuple) -> None:
     """Adds the share of a part of the tile to every sum."""
     # the blocks of the part: q, dout [queries, H|Hv], k [keys, H]; p and dx are [keys, queries]
     options, refs = part.options, part.refs
@@ -536,7 +536,7 @@ def _bias_kernel(
     def visit(mixed):
         given = tiles.spread_bands(inputs, sides, bands, mixed)
         for queries, keys in tiling.parts():
-            part = Part(options, given, sides, tiling, step, (queries, keys))
+            part = TilePart(options, given, sides, tiling, step, (queries, keys))
             q, k, v = inputs.q[queries, :], inputs.k[keys, :], inputs.v[keys, :]
             products = product(options, q, k, (1, 1))
             dp = product(options, dout_ref[queries, :], v, (1, 1))

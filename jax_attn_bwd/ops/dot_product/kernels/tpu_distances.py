@@ -57,9 +57,9 @@ def windows(x: jax.Array, tiling: Any) -> jax.Array:
     before = jnp.pad(x, [(0, 0)] * len(lead) + [(ROWS, 0)], mode="edge")
     rows = jnp.stack([before[..., ROWS - i : ROWS - i + length] for i in range(ROWS)], -2)
     # cut into windows, which overlap
-    pieces = rows.reshape(*lead, ROWS, length // unit, unit)
+    units = rows.reshape(*lead, ROWS, length // unit, unit)
     n, each = (length - width(tiling)) // unit + 1, width(tiling) // unit
-    laid = jnp.concatenate([pieces[..., i : i + n, :] for i in range(each)], -1)
+    laid = jnp.concatenate([units[..., i : i + n, :] for i in range(each)], -1)
     return jnp.swapaxes(laid, -2, -3)
 
 
@@ -78,9 +78,9 @@ def vector(x: jax.Array, tiling: Any, first: int, length: int) -> jax.Array:
     # windows overlap: entry j of one is entry j - unit of the next
     (B, N, n, _, _), unit = x.shape, _step(tiling)
     each = width(tiling) // unit
-    pieces = x.reshape(B, N, n, each, unit)
+    units = x.reshape(B, N, n, each, unit)
     pad = lambda i: [(0, 0), (0, 0), (i, each - 1 - i), (0, 0)]
-    total = functools.reduce(jnp.add, [jnp.pad(pieces[:, :, :, i], pad(i)) for i in range(each)])
+    total = functools.reduce(jnp.add, [jnp.pad(units[:, :, :, i], pad(i)) for i in range(each)])
     total = total.reshape(B, N, -1)
     # zeros for the distances of other calls' queries
     before = first * tiling.block_q

@@ -5,8 +5,8 @@ the compiler overlaps the matrix products of some parts with the exponentials of
 transposed, keys by queries, and so are the sums of weighted values: what belongs to a query is one number in
 a lane, which broadcasts for free, and a wide matrix unit adds up over 256 keys at once. The softmax is the
 online one of `forward.py`, in base 2 with the scale in the exponent; where logits have a bias or a soft cap
-the maximum is subtracted first, in natural units, so that huge tied logits stay exact. With `Plan.keeps_low`
-p is two numbers, what rounding takes from it the second, and each is multiplied with v.
+the maximum is subtracted first, in natural units, so that huge tied logits stay exact. With
+`Plan.keeps_rounding` p is two numbers, its rounding the second, and each is multiplied with v.
 
 References:
   Dao, FlashAttention-2, 2023, arXiv:2307.08691, section 3.1.
@@ -24,7 +24,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jax_attn_bwd._core import dropout, mosaic_tpu, pallas
 from jax_attn_bwd._core.mosaic_tpu import ZERO
-from jax_attn_bwd._core.numerics import finite
+from jax_attn_bwd._core.numerics import finite, rounding_between
 from jax_attn_bwd._core.sharding import tie
 from jax_attn_bwd.ops.dot_product.kernels import functions
 from jax_attn_bwd.ops.dot_product.kernels import inputs as kernel_inputs
@@ -32,10 +32,10 @@ from jax_attn_bwd.ops.dot_product.kernels import tpu_tiles as tiles
 from jax_attn_bwd.ops.dot_product.kernels.inputs import LN_2, Inputs, is_plain
 from jax_attn_bwd.ops.dot_product.kernels.tile_flags import tile_flags
 from jax_attn_bwd.ops.dot_product.kernels.tpu_tiles import (
-    Part,
     PlaneSides,
     Schedule,
     Step,
+    TilePart,
     Tiling,
     product,
     schedule,
@@ -60,15 +60,15 @@ def forward(plan: Plan, operands: Operands) -> Result:
     """Computes the output and its row values."""
     options = KernelOptions.of(plan.options, operands.mask)
     tiling, operands = default_tiling(options, operands), functions.with_numbers(operands)
-    run = partial(_forward, options, tiling, pallas.is_interpreted(mosaic_tpu.NAME), plan.keeps_low)
+    run = partial(_forward, options, tiling, pallas.is_interpreted(mosaic_tpu.NAME), plan.keeps_rounding)
     keys = kernel_inputs.dropout_keys(options, operands)
-    specs = partial(kernel_inputs.result_specs, options, plan.keeps_low)
+    specs = partial(kernel_inputs.result_specs, options, plan.keeps_rounding)
     call = mosaic_tpu.entry_by_entry(lambda *given: pallas.on_local_shards(run, specs, given))
     return tie(call(operands, keys), operands)
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def _forward(options, tiling, interpret, keeps_low, operands, keys):
+def _forward(options, tiling, interpret, keeps_rounding, operands, keys):
     # inputs in whole tiles, and the schedule: which tiles each tile of queries visits
     *batch, T, N, _ = operands.query.shape
     K, Hv = operands.value.shape[-2:]
@@ -91,17 +91,17 @@ def _forward(options, tiling, interpret, keeps_low, operands, keys):
     specs = tiles.input_specs(refs, sides, tiling, locate)._replace(v=of_value)
     of_rows = spec((None, None, 1, tiling.block_q), lambda s: (s.b, s.n, ZERO, s.row))
     of_out = spec((None, None, tiling.block_q, width), lambda s: (s.b, s.n, s.row, ZERO))
-    # out, lse, and where they are kept what rounding took from each
+    # out, lse, and where they are kept their roundings
     heads = pallas.out_type((*refs.q.shape[:-1], width), refs.q.dtype, refs), of_out
     rows = pallas.out_type((B, N, 1, refs.q.shape[2]), jnp.float32, refs), of_rows
-    results = [heads, rows, *([rows] if kernel_inputs.has_low(options, refs) else [])]
-    results += [heads] if keeps_low else []
+    results = [heads, rows, *([rows] if kernel_inputs.has_rounding(options, refs) else [])]
+    results += [heads] if keeps_rounding else []
     # a grid over batch entries, key heads, their query heads, and steps; m, l and acc stay from step to step
     state = [(n, tiling.block_q) for n in (1, 1, width)]
     kernel = partial(_kernel, options, tiling, sides, visits, tree, locate)
     found = mosaic_tpu.launch(
         kernel,
-        visits.name("attention_forward_low" if keeps_low else "attention_forward", tiling),
+        visits.name("attention_forward_low" if keeps_rounding else "attention_forward", tiling),
         interpret=interpret,
         grid=(B, K, groups, visits.length),
         parallel=3,
@@ -118,8 +118,9 @@ def _forward(options, tiling, interpret, keeps_low, operands, keys):
             return jnp.swapaxes(x, 1, 2)[:, :T, :, :Hv].reshape(*batch, T, N, Hv)
         return jnp.swapaxes(x[:, :, 0, :T], 1, 2).reshape(*batch, T, N)
 
-    out, lse, *low = map(public, found, results)
-    return Result(out, lse, *(low or [None]))
+    out, lse, *rounding = map(public, found, results)
+    wide = [out.astype(lse.dtype) + x.astype(lse.dtype) for x in rounding[1:]]
+    return Result(out, lse, *(rounding[:1] or [None]), *wide)
 
 
 def _kernel(
@@ -140,10 +141,11 @@ def _kernel(
     def visit(mixed):
         given = tiles.spread_bands(inputs, sides, bands, mixed)
         parts = [
-            Part(options, given, sides, tiling, step, slices, transposed=True) for slices in tiling.parts()
+            TilePart(options, given, sides, tiling, step, slices, transposed=True)
+            for slices in tiling.parts()
         ]
-        keeps_low = len(outputs) == len(Result._fields)
-        stages = _products, partial(_weights, mixed, keeps_low, m_ref, l_ref), partial(_add, acc_ref)
+        keeps_rounding = len(outputs) == len(Result._fields)
+        stages = _products, partial(_weights, mixed, keeps_rounding, m_ref, l_ref), partial(_add, acc_ref)
         tiles.in_stages(parts, stages, tiling.apart)
 
     step.each_kind(visits, visit)
@@ -154,13 +156,13 @@ def _kernel(
         _finish(options, inputs, step, tiling, outputs, m_ref, l_ref, acc_ref)
 
 
-def _products(part: Part, _: Any) -> jax.Array:
+def _products(part: TilePart, _: Any) -> jax.Array:
     """Multiplies k q^T of a part, `[keys, queries]`."""
     queries, keys = part.slices
     return product(part.options, part.refs.k[keys, :], part.refs.q[queries, :], (1, 1))
 
 
-def _weights(mixed: bool, keeps_low: bool, m_ref, l_ref, part: Part, products: jax.Array) -> tuple:
+def _weights(mixed: bool, keeps_rounding: bool, m_ref, l_ref, part: TilePart, products: jax.Array) -> tuple:
     """Returns (numbers that add up to the weights of the part's values, what earlier sums are multiplied by).
 
     Folds the part into the maxima and sums of its queries; m is in units of the exponent if plain.
@@ -172,7 +174,7 @@ def _weights(mixed: bool, keeps_low: bool, m_ref, l_ref, part: Part, products: j
     m_old = m_ref[:, queries]
     m = jnp.maximum(m_old, logits.shift(top))
     # -inf for queries that have seen no key: in tiles that are compared, or where a bias or a score hides
-    hides = kernel_inputs.has_low(part.options, refs)
+    hides = kernel_inputs.has_rounding(part.options, refs)
     shift = finite(m) if mixed or hides else m
     # p = exp(logits - m); what was added up before is relative to the old maximum, and decays
     decay = logits.decay(m_old, shift)
@@ -183,13 +185,12 @@ def _weights(mixed: bool, keeps_low: bool, m_ref, l_ref, part: Part, products: j
     kept = part.keep()
     if kept is not None:
         p = jnp.where(kept, p, 0.0)
-    # as the product takes it: rounded, and with `keeps_low` what that took as well
+    # as the product takes it: rounded, and with `keeps_rounding` what that took as well
     narrow = p.astype(refs.v.dtype)
-    lost = [(p - narrow.astype(p.dtype)).astype(narrow.dtype)] if keeps_low else []
-    return [narrow, *lost], decay
+    return [narrow, rounding_between(p, narrow)] if keeps_rounding else [narrow], decay
 
 
-def _add(acc_ref, part: Part, given: tuple) -> None:
+def _add(acc_ref, part: TilePart, given: tuple) -> None:
     """Adds a part's weighted values to the sums of its queries."""
     p, decay = given
     queries, keys = part.slices
@@ -199,9 +200,9 @@ def _add(acc_ref, part: Part, given: tuple) -> None:
 
 
 def _finish(options, refs: Inputs, step: Step, tiling: Tiling, outputs, m_ref, l_ref, acc_ref):
-    """Writes out, lse, and what rounding took from lse and from out, in the order of `Result`."""
+    """Writes out, lse, and where they are kept the roundings of lse and of out."""
     # m in natural units and l of each query, [1, block_q]; queries beyond the end see nothing
-    out_ref, lse_ref, *low_refs = outputs
+    out_ref, lse_ref, *rounding_refs = outputs
     unit = LN_2 if is_plain(options, refs) else 1.0  # of m
     m, l = m_ref[...] * unit, l_ref[...]
     if refs.rows_end is not None:
@@ -225,11 +226,11 @@ def _finish(options, refs: Inputs, step: Step, tiling: Tiling, outputs, m_ref, l
     out = jnp.where(empty, 0.0, acc_ref[...] * (factor / total))
     narrow = out.astype(out_ref.dtype)
     out_ref[...] = narrow.T
-    for ref in low_refs[1:]:
-        ref[...] = (out - narrow.astype(out.dtype)).astype(ref.dtype).T
+    for ref in rounding_refs[1:]:
+        ref[...] = rounding_between(out, narrow).T
     # lse = m + log l; of rows that see nothing -inf, or the sink
     log_l = jnp.log(total)
     lse = jnp.where(empty, floor, m + log_l)
     lse_ref[...] = lse
-    for ref in low_refs[:1]:
+    for ref in rounding_refs[:1]:
         ref[...] = jnp.where(empty, 0.0, (m - lse) + log_l)

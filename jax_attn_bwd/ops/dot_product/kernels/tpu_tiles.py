@@ -433,7 +433,7 @@ class Step(NamedTuple):
             pl.when(live & mixed)(lambda: run(True))
 
 
-class Part(NamedTuple):
+class TilePart(NamedTuple):
     """A part of a tile, in a kernel: of the step's tile the given queries and keys."""
 
     options: KernelOptions
@@ -522,7 +522,7 @@ class Part(NamedTuple):
             for ref, side in zip(refs, sides, strict=True)
         )
 
-    def place(self) -> mod_functions.Tile:
+    def place(self) -> mod_functions.Elements:
         """Returns where elements stand, as functions are handed it.
 
         Padding stands where the last query does.
@@ -539,7 +539,7 @@ class Part(NamedTuple):
         if refs.rows_end is not None and refs.row_position is None:
             end = refs.rows_end[at(refs.rows_end, 0, self.step.b)]
             row = jnp.minimum(row, jnp.maximum(end - 1, 0))
-        return mod_functions.Tile(batch, head, row, column, None)
+        return mod_functions.Elements(batch, head, row, column, None)
 
     def _indices(self, side: int) -> jax.Array:
         """Returns the indices of the part's queries or keys, to broadcast over the part."""

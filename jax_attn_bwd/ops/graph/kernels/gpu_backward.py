@@ -104,7 +104,7 @@ def _sums(
 
 def _by_node(found: Walked, owner: jax.Array) -> dict[str, jax.Array]:
     """Returns the sums by node, those of nodes of several segments put together."""
-    parts = found.places
+    parts = found.spills
     return {name: settled(x, owner, parts[name]) if parts else x for name, x in found.nodes.items()}
 
 

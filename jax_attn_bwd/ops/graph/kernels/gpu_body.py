@@ -5,7 +5,7 @@ and the registers of a body are `[H]` and `[H, D]`; narrower ones share it (`gpu
 `[R, H]` and `[R, H, D]`, of R segments. All are float32.
 
 A segment is what one program walks over: up to 256 edges of one node. A node of many edges is several of
-them, so that a hub takes no longer than its edges would take elsewhere. What its segments find goes to places
+them, so that a hub takes no longer than its edges would take elsewhere. What its segments find goes to spills
 in an array of its own and is summed there, in order: no atomics, and the same bits in every run. A node
 without edges is one segment of none, which writes the node's zeros.
 """
@@ -36,13 +36,13 @@ Registers = dict[str, jax.Array]
 
 
 class Segments(NamedTuple):
-    """The edges of a graph, sorted by the nodes at one end; S segments, P slots of edges, X places."""
+    """The edges of a graph, sorted by the nodes at one end; S segments, P slots of edges, X spills."""
 
     node: jax.Array  # int32 [S], whose edges these are; past the end: there is no such segment
     begin: jax.Array  # int32 [S], the first of its slots
     end: jax.Array  # int32 [S], past the last of them
-    place: jax.Array  # int32 [S], where the sums of a part of a node's edges go; -1: these are all of them
-    owner: Any  # int32 [X], the node of each place, not decreasing; past the end: none. No kernel reads it
+    spill: jax.Array  # int32 [S], where the sums of a part of a node's edges go; -1: these are all of them
+    owner: Any  # int32 [X], the node of each spill, not decreasing; past the end: none. No kernel reads it
     other: jax.Array  # int32 [P], the node at the other end
     number: jax.Array  # int32 [P], of the edge in the caller's order
 
@@ -68,13 +68,13 @@ def segments(groups: Groups, nodes: int, capacity: int) -> Segments:
     begin = start[node] + rank * LENGTH
     end = jnp.minimum(begin + LENGTH, stop[node])
 
-    # parts of a node's edges have places, in order, [X]
+    # parts of a node's edges have spills, in order, [X]
     parts = jnp.where(count > 1, count, 0)
     at = (jnp.cumsum(parts, dtype=jnp.int32) - parts)[node] + rank
     shared = exists & (parts[node] > 0)
-    places = 2 * (slots // LENGTH) if slots > LENGTH else 0  # at most 2 d / 256 for d > 256 edges
-    past = places + position
-    owner = jnp.full(places, nodes, jnp.int32)
+    spills = 2 * (slots // LENGTH) if slots > LENGTH else 0  # at most 2 d / 256 for d > 256 edges
+    past = spills + position
+    owner = jnp.full(spills, nodes, jnp.int32)
     owner = owner.at[jnp.where(shared, at, past)].set(node, mode="drop", unique_indices=True)
     return Segments(
         jnp.where(exists, node, nodes),
@@ -97,7 +97,7 @@ def settled(x: jax.Array, owner: jax.Array, parts: jax.Array) -> jax.Array:
 
 
 def _ends(owner: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Tells which places are the first, and the last, of their owners."""
+    """Tells which spills are the first, and the last, of their owners."""
     differs, one = owner[1:] != owner[:-1], jnp.ones(1, bool)
     return jnp.concatenate([one, differs]), jnp.concatenate([differs, one])
 
@@ -164,7 +164,7 @@ class Walked(NamedTuple):
     """The arrays that a kernel leaves; junk in rows of nodes with several segments, and of absent edges."""
 
     nodes: dict[str, jax.Array]
-    places: dict[str, jax.Array]  # the carry of each part of a node's edges; empty if there can be none
+    spills: dict[str, jax.Array]  # the carry of each part of a node's edges; empty if there can be none
     edges: dict[str, jax.Array]
     segments: dict[str, jax.Array]
 

@@ -4,7 +4,7 @@ Of the edges e into i seen so far, with Z the dropout factors:
 
     m = max s_e,   l = sum exp(s_e - m),   acc = sum Z_e exp(s_e - m) message_e
 
-A hub's segments leave theirs in places, which are combined in order:
+A hub's segments leave theirs in spills, which are combined in order:
 
     m = max m_k,   l = sum l_k exp(m_k - m),   acc = sum acc_k exp(m_k - m)
 
@@ -27,7 +27,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jax_attn_bwd._core import mosaic_gpu, pallas
-from jax_attn_bwd._core.numerics import split_rounding
+from jax_attn_bwd._core.numerics import narrowed
 from jax_attn_bwd._core.sharding import explicit_spec, full_like_operands, tie
 from jax_attn_bwd.ops.graph import kinds, loops
 from jax_attn_bwd.ops.graph.kernels import gpu_body, gpu_kinds, gpu_walk
@@ -101,15 +101,14 @@ def _results(options, interpret, operands):
     out, m, l = found["out"], found["m"], found["l"]
 
     # what is returned and saved
-    weights = weights_low = None
+    weights = wide_weights = None
     if options.return_weights:
         weights = _weights(kind, t, graph, found["s"], m, l, operands)
-        weights, weights_low = split_rounding(weights, operands.src.dtype, Result.low_dtype(operands))
+        weights, wide_weights = narrowed(weights, operands.src.dtype)
     lse = jnp.where(l == 0, -jnp.inf, m + jnp.log(jnp.where(l == 0, 1, l)))
     mean = None if options.concat_heads else out.mean(1).astype(operands.src.dtype)
-    out = out.reshape(operands.dst.shape)
-    out, out_low = split_rounding(out, operands.src.dtype, Result.low_dtype(operands))
-    return tie(Result(out, mean, weights, lse, m, l, out_low, weights_low), operands)
+    out, wide_out = narrowed(out.reshape(operands.dst.shape), operands.src.dtype)
+    return tie(Result(out, mean, weights, lse, m, l, wide_out, wide_weights), operands)
 
 
 def _attend(options: Options, interpret: bool, nodes: int, edges: int, walk: Any, t: Tables, z: Any) -> dict:
@@ -121,8 +120,8 @@ def _attend(options: Options, interpret: bool, nodes: int, edges: int, walk: Any
         inputs.other["message"] = t.message
     found = gpu_walk.walk(_body(options), inputs, nodes, edges, (H, D), interpret)
     rows = found.nodes
-    if found.places:
-        rows = _combined(at, rows, **found.places)
+    if found.spills:
+        rows = _combined(at, rows, **found.spills)
     return rows | found.edges
 
 
@@ -167,7 +166,7 @@ def _body(options: Options) -> Body:
 
 
 def _combined(at: Segments, rows: dict, m: jax.Array, l: jax.Array, acc: jax.Array) -> dict:
-    """Adds to `rows` those of nodes of several segments, whose m, l and acc are in places."""
+    """Adds to `rows` those of nodes of several segments, whose m, l and acc are in spills."""
     nodes = rows["m"].shape[0]
     top = jnp.full_like(rows["m"], LOWEST).at[at.owner].max(m, mode="drop", indices_are_sorted=True)
     owner = jnp.minimum(at.owner, nodes - 1)

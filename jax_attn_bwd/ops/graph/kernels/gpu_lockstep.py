@@ -129,7 +129,7 @@ def program(body: Body, refs: Inputs, by_turns: Turns, outputs: Walked, call: Ca
     order = by_turns.order.at[pl.ds(turn * R, R)]
     segment = mosaic_gpu.load(order, layout=lanes.layouts[0], optimized=False)
     known = jnp.minimum(segment, S - 1)
-    node, begin, end, place = (lanes.index(ref, known) for ref in (at.node, at.begin, at.end, at.place))
+    node, begin, end, spill = (lanes.index(ref, known) for ref in (at.node, at.begin, at.end, at.spill))
     exists = chosen(segment < S) * chosen(node < nodes)
     node, end = jnp.where(exists > 0, node, 0), jnp.where(exists > 0, end, begin)
     some = chosen(end > begin)
@@ -163,12 +163,12 @@ def program(body: Body, refs: Inputs, by_turns: Turns, outputs: Walked, call: Ca
     # whole nodes get their results, parts of a node their carry; where `exists` is 0 nothing is written
     for name, ref in outputs.segments.items():
         lanes.store(ref, known, carry[name], exists)
-    whole = exists * chosen(place < 0)
+    whole = exists * chosen(spill < 0)
     results = body.finish(carry)
     for name, ref in outputs.nodes.items():
         lanes.store(ref, node, results[name], whole)
-    for name, ref in outputs.places.items():
-        lanes.store(ref, place, carry[name], exists - whole)
+    for name, ref in outputs.spills.items():
+        lanes.store(ref, spill, carry[name], exists - whole)
 
 
 def _iota(shape: tuple[int, ...], axis: int, layout: Any, interpret: bool) -> jax.Array:

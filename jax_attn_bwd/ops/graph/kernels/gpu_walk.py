@@ -122,7 +122,7 @@ def _program(body: Body, refs: Inputs, turns: None, outputs: Walked, call: Call)
         # the node's own rows stay in registers
         own = {name: load(ref, node) for name, ref in refs.own.items()}
         own |= {name: load(ref) for name, ref in refs.shared.items()}
-        begin, end, place = at.begin[segment], at.end[segment], at.place[segment]
+        begin, end, spill = at.begin[segment], at.end[segment], at.spill[segment]
         by_number = bool(refs.edge or outputs.edges)
 
         # four edges: their indices, then all loads, then the arithmetic, then what is written
@@ -147,15 +147,15 @@ def _program(body: Body, refs: Inputs, turns: None, outputs: Walked, call: Call)
         for name, ref in outputs.segments.items():
             store(ref, segment, carry[name])
 
-        @pl.when(place < 0)
+        @pl.when(spill < 0)
         def _whole():
             results = body.finish(carry)
             for name, ref in outputs.nodes.items():
                 store(ref, node, results[name])
 
-        if outputs.places:
+        if outputs.spills:
 
-            @pl.when(place >= 0)
+            @pl.when(spill >= 0)
             def _part():
-                for name, ref in outputs.places.items():
-                    store(ref, place, carry[name])
+                for name, ref in outputs.spills.items():
+                    store(ref, spill, carry[name])

@@ -1,27 +1,27 @@
 """Mosaic GPU kernel of the softmax's forward: one read of x, one write of y. And how kernels walk over rows.
 
-Online, at each place of a piece: the maximum m of what came by there and l = sum exp(z - m). At the end of
+Online, at each place of a fragment: the maximum m of what came by there and l = sum exp(z - m). At the end of
 the row both are combined over all places:
 
     top = max m,   total = sum l exp(m - top),   y = exp(z - top) / total
 
 A row that fits one tile keeps its exponentials in registers; they only change factor, from m to top.
 
-A *piece* `[rows, columns]` is what a warpgroup holds in one register array; each warp owns whole rows of a
-piece, so that a reduction along columns is a few shuffles. A *tile* is some pieces that one warpgroup loads
-at once, into shared memory. There are two ways to lay pieces over the array:
+A *fragment* `[rows, columns]` is what a warpgroup holds in one register array; each warp owns whole rows of a
+fragment, so that a reduction along columns is a few shuffles. A *tile* is some fragments that one warpgroup
+loads at once, into shared memory. There are two ways to lay fragments over the array:
 
-* narrow rows: the rows of a piece are rows of the array and its pieces lie side by side; one tile holds whole
-  rows, several of them;
-* wide rows: the array is seen as `[..., width / 128, 128]` and the rows of a piece are left or right halves
-  of segments of one row of the array; a block of up to four warpgroups shares that row, each taking every so
-  many-th tile, and row values are combined through shared memory. Rows that shared memory cannot hold are
+* narrow rows: the rows of a fragment are rows of the array and its fragments lie side by side; one tile holds
+  whole rows, several of them;
+* wide rows: the array is seen as `[..., width / 128, 128]` and the rows of a fragment are left or right
+  halves of segments of one row of the array; a block of up to four warpgroups shares that row, each taking
+  every so many-th tile, and row values are combined through shared memory. Rows that it cannot hold are
   read twice, the second time backwards, so that what was read last is not read again and the rest is likely
   still in the L2 cache.
 
 What a copy reads beyond an axis is 0, what it would write there is dropped. That is TMA; a part of an array
 that is contiguous would be written by a plain copy, which only stops at the end of the whole array. So no
-piece is as wide as the array, or as a segment.
+fragment is as wide as the array, or as a segment.
 """
 
 import functools
@@ -54,27 +54,27 @@ _ELEMENTS = {True: 8192, False: 4096}  # of a tile; more if its exponentials sta
 _DTYPES = ("float32", "bfloat16", "float16")
 _RESERVED = 4096  # bytes of shared memory for barriers, row values and the compiler
 
-Groups = Sequence[Sequence[int]]
+Merged = Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """Never changes the answer. See the module for pieces and tiles.
+    """Never changes the answer. See the module for fragments and tiles.
 
     Attributes:
-      rows, columns: of a piece.
+      rows, columns: of a fragment.
       vector: neighbouring elements that one thread holds.
-      pieces: of a tile.
+      fragments: of a tile.
       tiles: of a row that a warpgroup walks over.
       slots: tiles that a warpgroup has shared memory for.
       warpgroups: that share a row.
-      wide: rows of a piece are segments of one row of the array.
+      wide: rows of a fragment are segments of one row of the array.
     """
 
     rows: int
     columns: int
     vector: int
-    pieces: int
+    fragments: int
     tiles: int = 1
     slots: int = 1
     warpgroups: int = 1
@@ -90,32 +90,32 @@ class Tiling:
           element_bytes: of shared memory for an element of a tile, in all arrays that are read.
           elements: of a tile, at most where that is possible.
         """
-        # wide rows: the halves of segments lie side by side in pairs of pieces, shared by up to 4 warpgroups
+        # wide rows: the halves of segments lie side by side in pairs of fragments, for up to 4 warpgroups
         vector = 16 // jnp.dtype(dtype).itemsize
         if width > NARROW:
             columns, segments = _SEGMENT // 2, width // _SEGMENT
             least = _fewest_rows(columns, vector)
             warpgroups = 1 if width <= 8192 else 2 if width <= 16384 else 4
-            share = pl.cdiv(segments, warpgroups * least)  # pairs of pieces, for a warpgroup
+            own = pl.cdiv(segments, warpgroups * least)  # pairs of fragments, for a warpgroup
             room = (SHARED_MEMORY - _RESERVED) // (warpgroups * element_bytes * least * _SEGMENT)
-            tiles = -(-share * least * _SEGMENT // elements)
-            pairs = -(-share // tiles)
+            tiles = -(-own * least * _SEGMENT // elements)
+            pairs = -(-own // tiles)
             # No copy may be larger than the array, and tiles that come and go take turns in three slots.
             while least * pairs > segments or room // pairs < min(3, tiles):
                 tiles += 1
-                pairs = -(-share // tiles)
-            tiles = -(-share // pairs)
+                pairs = -(-own // tiles)
+            tiles = -(-own // pairs)
             slots = min(tiles, room // pairs)
             return Tiling(least, columns, vector, 2 * pairs, tiles, slots, warpgroups, wide=True)
-        # narrow rows: pieces side by side hold whole ones, as many as a tile may have elements for
+        # narrow rows: fragments side by side hold whole ones, as many as a tile may have elements for
         columns = min(1 << (width - 1).bit_length() - 1, 32 * vector)
-        pieces, least = -(-width // columns), _fewest_rows(columns, vector)
-        wanted = min(elements // (columns * pieces), -(-rows // least) * least, 256)
-        return Tiling(max(1, wanted // least) * least, columns, vector, pieces)
+        fragments, least = -(-width // columns), _fewest_rows(columns, vector)
+        wanted = min(elements // (columns * fragments), -(-rows // least) * least, 256)
+        return Tiling(max(1, wanted // least) * least, columns, vector, fragments)
 
     @property
     def layout(self) -> Any:
-        """Lays a piece in registers: 16 bytes a thread, lanes along columns first, warps along rows."""
+        """Lays a fragment in registers: 16 bytes a thread, lanes along columns first, warps along rows."""
         rows, columns, vector = _fewest_rows(self.columns, self.vector), self.columns, self.vector
         if rows == 4:
             tiling = plgpu.Tiling(((4, columns), (vector,)))
@@ -126,7 +126,7 @@ class Tiling:
     @property
     def segments(self) -> int:
         """Counts the segments of a wide row in a tile."""
-        return self.pieces // 2 * self.rows
+        return self.fragments // 2 * self.rows
 
 
 def _fewest_rows(columns: int, vector: int) -> int:
@@ -137,45 +137,45 @@ def _fewest_rows(columns: int, vector: int) -> int:
 def padded_width(width: int, dtype: Any, count: int) -> int:
     """Returns the width that TMA needs, for `count` rows: they begin at multiples of 16 bytes.
 
-    A part of a single row is contiguous, and other rows may follow under vmap: no piece may overrun it.
+    A part of a single row is contiguous, and other rows may follow under vmap: no fragment may overrun it.
     """
     if width > NARROW:
         return -(-width // _SEGMENT) * _SEGMENT
     vector = 16 // jnp.dtype(dtype).itemsize
     multiple = vector if count > 1 else 32 * vector
-    return max(-(-width // multiple) * multiple, 32)  # 32: two pieces whose rows are two threads or more
+    return max(-(-width // multiple) * multiple, 32)  # 32: two fragments whose rows are two threads or more
 
 
-def collapse(shape: tuple[int, ...], full: Sequence[tuple[bool, ...]]) -> Groups:
-    """Groups the row axes, merged where every operand has all of them or broadcasts all of them.
+def collapse(shape: tuple[int, ...], full: Sequence[tuple[bool, ...]]) -> Merged:
+    """Merged the row axes, merged where every operand has all of them or broadcasts all of them.
 
     Args:
       shape: of x without its last axis.
       full: for each operand that broadcasts: which of these axes it has.
 
     Returns:
-      groups of neighbouring axes; axes of size 1 are in none.
+      merged of neighbouring axes; axes of size 1 are in none.
     """
-    groups: list[list[int]] = []
+    merged: list[list[int]] = []
     for axis, n in enumerate(shape):
-        if groups and all(f[groups[-1][-1]] == f[axis] for f in full) and n > 1:
-            groups[-1].append(axis)
+        if merged and all(f[merged[-1][-1]] == f[axis] for f in full) and n > 1:
+            merged[-1].append(axis)
         elif n > 1:
-            groups.append([axis])
-    return groups or [[]]
+            merged.append([axis])
+    return merged or [[]]
 
 
-def view(x: jax.Array, groups: Groups) -> jax.Array:
-    """Merges the row axes of `x` by `groups`, pads its width, and cuts it into segments if it is wide."""
+def view(x: jax.Array, merged: Merged) -> jax.Array:
+    """Merges the row axes of `x` by `merged`, pads its width, and cuts it into segments if it is wide."""
     width = padded_width(x.shape[-1], x.dtype, math.prod(x.shape[:-1]))
-    x = x.reshape(*(math.prod(x.shape[a] for a in group) for group in groups), x.shape[-1])
+    x = x.reshape(*(math.prod(x.shape[a] for a in axes) for axes in merged), x.shape[-1])
     if x.shape[-1] != width:
         x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, width - x.shape[-1])])
     return x.reshape(*x.shape[:-1], -1, _SEGMENT) if width > NARROW else x
 
 
-class Block:
-    """A block of the grid, inside a kernel: copies of its tiles, their pieces, reductions over a row.
+class RowBlock:
+    """A block of the grid, inside a kernel: copies of its tiles, their fragments, reductions over a row.
 
     Attributes:
       tiling: of the kernel.
@@ -199,35 +199,35 @@ class Block:
         return lax.rem(k, jnp.int32(self.tiling.slots))
 
     def _each_part(self, array: Any, buffer: Any, k: Any, copy: Callable[[Any, Any], None]) -> None:
-        """Calls `copy(part of the array in global memory, its place)` for all parts of the k-th tile."""
+        """Calls `copy(part of the array in global memory, its target)` for all parts of the k-th tile."""
         # where the tile is: the block's rows, one for all where the array broadcasts
         tiling, n = self.tiling, self.tiling.segments
         at = [0 if n == 1 else i for n, i in zip(array.shape, self._index, strict=False)]
-        place = buffer.at[self.wg, self._slot(k)]
+        target = buffer.at[self.wg, self._slot(k)]
 
-        # left or right halves of segments; a row that all rows of the tile share; or pieces of several rows
+        # left or right halves of segments; a row that all rows of the tile share; or those of several rows
         def part(i, _):
             columns = pl.ds(i * tiling.columns, tiling.columns)
             if tiling.wide:
                 first = (self.wg + k * tiling.warpgroups) * n
-                copy(array.at[(*at, pl.ds(first, n), columns)], place.at[pl.ds(i * n, n), whole])
+                copy(array.at[(*at, pl.ds(first, n), columns)], target.at[pl.ds(i * n, n), whole])
             elif self._shared_by_rows(buffer):
                 pitch = _pitch(tiling, array.dtype)
-                copy(array.at[(*at, columns)], place.at[i * pitch, whole])
+                copy(array.at[(*at, columns)], target.at[i * pitch, whole])
             else:
                 rows = pl.ds(self._index[-1] * tiling.rows, self._box)
-                there = place.at[pl.ds(i * tiling.rows, self._box), whole]
+                there = target.at[pl.ds(i * tiling.rows, self._box), whole]
                 copy(array.at[(*at[:-1], rows, columns)], there)
 
-        # Were it plain that all columns of a place are taken, the compiler would lay out shared memory in
+        # Were it plain that all columns of a target are taken, the compiler would lay out shared memory in
         # tiles that suit the registers, and TMA then asks that such tiles divide the array.
         whole = pl.ds(lax.shift_right_logical(lax.axis_index("block"), jnp.int32(31)), tiling.columns)
-        parts = jnp.int32(2 if tiling.wide else tiling.pieces)
+        parts = jnp.int32(2 if tiling.wide else tiling.fragments)
         lax.fori_loop(jnp.int32(0), parts, part, None)
 
     def _shared_by_rows(self, buffer: Any) -> bool:
-        """Tells whether a buffer holds one row for all rows of a piece."""
-        return buffer.shape[2] < self.tiling.pieces * self.tiling.rows
+        """Tells whether a buffer holds one row for all rows of a fragment."""
+        return buffer.shape[2] < self.tiling.fragments * self.tiling.rows
 
     def _barrier(self, k: Any) -> Any:
         return self._loaded.at[self.wg * self.tiling.slots + self._slot(k)]
@@ -235,18 +235,18 @@ class Block:
     def _load(self, k: Any) -> None:
         """Begins to load the k-th tile of every input."""
         for array, buffer in zip(self._inputs, self._buffers, strict=True):
-            copy = lambda part, place: plgpu.copy_gmem_to_smem(part, place, self._barrier(k))
+            copy = lambda part, target: plgpu.copy_gmem_to_smem(part, target, self._barrier(k))
             self._each_part(array, buffer, k, copy)
 
-    def _place(self, array: int, k: Any, i: int) -> Any:
+    def _target(self, array: int, k: Any, i: int) -> Any:
         rows = self.tiling.rows
         return self._buffers[array].at[self.wg, self._slot(k), pl.ds(i * rows, rows)]
 
-    def piece(self, array: int, k: Any, i: int) -> jax.Array:
-        """Returns piece i of the k-th tile of an input, by number; it must be loaded."""
+    def fragment(self, array: int, k: Any, i: int) -> jax.Array:
+        """Returns fragment i of the k-th tile of an input, by number; it must be loaded."""
         tiling, buffer = self.tiling, self._buffers[array]
         if not self._shared_by_rows(buffer):
-            return _read(self._place(array, k, i), tiling.layout)
+            return _read(self._target(array, k, i), tiling.layout)
         row = buffer.at[self.wg, self._slot(k), i * _pitch(tiling, buffer.dtype)]
         row = _read(row, tiling.layout.reduce(0))
         return lax.broadcast_in_dim(row, (tiling.rows, tiling.columns), [1])
@@ -300,24 +300,24 @@ class Block:
             lax.fori_loop(jnp.int32(1), jnp.int32(tiles), one, None)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    def _store(self, k: Any, pieces: Iterable[jax.Array]) -> None:
+    def _store(self, k: Any, fragments: Iterable[jax.Array]) -> None:
         """Begins to write a tile of the output; it takes the place of the tile of the first input."""
-        for i, piece in enumerate(pieces):
-            place = self._place(0, k, i)
-            place[...] = piece.astype(place.dtype)
+        for i, fragment in enumerate(fragments):
+            target = self._target(0, k, i)
+            target[...] = fragment.astype(target.dtype)
         plgpu.commit_smem()
-        copy = lambda part, place: plgpu.copy_smem_to_gmem(place, part, commit_group=False)
+        copy = lambda part, target: plgpu.copy_smem_to_gmem(target, part, commit_group=False)
         self._each_part(self._output, self._buffers[0], k, copy)
         plgpu.commit_smem_to_gmem_group()
 
     def full(self, value: float) -> jax.Array:
-        """Fills a piece of float32."""
+        """Fills a fragment of float32."""
         tiling = self.tiling
-        piece = jnp.full((tiling.rows, tiling.columns), value, jnp.float32)
-        return plgpu.layout_cast(piece, tiling.layout)
+        fragment = jnp.full((tiling.rows, tiling.columns), value, jnp.float32)
+        return plgpu.layout_cast(fragment, tiling.layout)
 
     def position(self, k: Any, i: int) -> tuple[Any, Any]:
-        """Returns (row, column) of the elements of a piece, along the last row axis and the columns."""
+        """Returns (row, column) of the elements of a fragment, along the last row axis and the columns."""
         tiling = self.tiling
         index = [
             plgpu.broadcasted_iota(jnp.int32, (tiling.rows, tiling.columns), axis, layout=tiling.layout)
@@ -325,27 +325,27 @@ class Block:
         ]
         if not tiling.wide:
             return self._index[-1] * tiling.rows + index[0], i * tiling.columns + index[1]
-        half, i = divmod(i, tiling.pieces // 2)
+        half, i = divmod(i, tiling.fragments // 2)
         first = (self.wg + k * tiling.warpgroups) * tiling.segments + i * tiling.rows
         return self._index[-1], (first + index[0]) * _SEGMENT + half * tiling.columns + index[1]
 
     def overruns(self, i: int, last: bool, width: int) -> bool:
-        """Tells whether piece i of a tile, which may be the last of its row, has columns beyond `width`."""
+        """Tells whether fragment i of a tile, maybe the last of its row, has columns beyond `width`."""
         if self.tiling.wide:
-            share = self.tiling.tiles * self.tiling.segments * _SEGMENT
-            return last and share * self.tiling.warpgroups > width
+            own = self.tiling.tiles * self.tiling.segments * _SEGMENT
+            return last and own * self.tiling.warpgroups > width
         return (i + 1) * self.tiling.columns > width
 
-    def row_value(self, kind: str, piece: jax.Array) -> jax.Array:
-        """Computes the "max" or "sum" of a row from values `[rows, columns]` at the places of a piece.
+    def row_value(self, kind: str, fragment: jax.Array) -> jax.Array:
+        """Computes the "max" or "sum" of a row from values `[rows, columns]` at the places of a fragment.
 
-        The result broadcasts to a piece.
+        The result broadcasts to a fragment.
         """
         # of narrow rows each has its own, within a warp
-        value = piece.max(axis=1) if kind == "max" else piece.sum(axis=1)
+        value = fragment.max(axis=1) if kind == "max" else fragment.sum(axis=1)
         if not self.tiling.wide:
-            return lax.broadcast_in_dim(value, piece.shape, [0])
-        # a wide row has one of all rows of the piece and all warpgroups, through shared memory
+            return lax.broadcast_in_dim(value, fragment.shape, [0])
+        # a wide row has one of all rows of the fragment and all warpgroups, through shared memory
         values = self._values.at[self._reductions]
         self._reductions += 1
         values[self.wg] = value
@@ -362,7 +362,7 @@ def _read(ref: Any, layout: Any) -> jax.Array:
 
 
 def _pitch(tiling: Tiling, dtype: Any) -> int:
-    """Counts the rows of shared memory that a row of a piece takes: copies go to multiples of 128 bytes."""
+    """Counts the rows of shared memory that a row of a fragment takes: copies begin at 128 bytes."""
     return max(1, 128 // (tiling.columns * jnp.dtype(dtype).itemsize))
 
 
@@ -372,20 +372,25 @@ def _blocks(tiling: Tiling, rows: Sequence[int]) -> list[int]:
 
 
 def run(
-    body: Callable[[Block], None], name: str, arrays: Sequence[jax.Array], *, tiling: Tiling, interpret: bool
+    body: Callable[[RowBlock], None],
+    name: str,
+    arrays: Sequence[jax.Array],
+    *,
+    tiling: Tiling,
+    interpret: bool,
 ) -> jax.Array:
     """Calls `body` for every block; the result has the type of the first of the `arrays`, which are views."""
-    # shared memory for the tiles of each array; of one that all rows share, a row for each piece
+    # shared memory for the tiles of each array; of one that all rows share, a row for each fragment
     first, *_ = arrays = vary_alike(list(arrays))
     rows = first.shape[: -2 if tiling.wide else -1]
 
     def buffer(x):
         shared_by_rows = not tiling.wide and x.shape[len(rows) - 1] < rows[-1]
-        height = tiling.pieces * (_pitch(tiling, x.dtype) if shared_by_rows else tiling.rows)
+        height = tiling.fragments * (_pitch(tiling, x.dtype) if shared_by_rows else tiling.rows)
         return plgpu.SMEM((tiling.warpgroups, tiling.slots, height, tiling.columns), x.dtype)
 
     # a barrier for each slot of a warpgroup; the row values of two reductions, and their barrier
-    copies = len(arrays) * (2 if tiling.wide else tiling.pieces)
+    copies = len(arrays) * (2 if tiling.wide else tiling.fragments)
     shared = [
         plgpu.Barrier(num_arrivals=copies, num_barriers=tiling.warpgroups * tiling.slots),
         plgpu.SMEM((2, tiling.warpgroups, tiling.rows), jnp.float32),
@@ -394,8 +399,8 @@ def run(
 
     def kernel(*refs):
         n = len(arrays)
-        inputs, output, places, rest = refs[:n], refs[n], refs[n + 1 : 2 * n + 1], refs[2 * n + 1 :]
-        body(Block(tiling, rows, inputs, output, places, rest))
+        inputs, output, buffers, rest = refs[:n], refs[n], refs[n + 1 : 2 * n + 1], refs[2 * n + 1 :]
+        body(RowBlock(tiling, rows, inputs, output, buffers, rest))
 
     # a block for each row of wide rows, or each tile of narrow ones
     call = launch(
@@ -431,12 +436,12 @@ def _softmax(options: Options, interpret: bool, x: jax.Array, planes: dict) -> j
     full = [tuple(n > 1 for n in plane.shape[:-1]) for plane in planes.values()]
     if banded:
         full.append((*(False,) * (len(row_axes) - 1), True))
-    groups = collapse(row_axes, full)
+    merged = collapse(row_axes, full)
     # tiles by the width that TMA needs
     arrays = kernel_rules.read_arrays(x, planes)
     padded = padded_width(width, x.dtype, math.prod(row_axes))
     tiling = Tiling.default_for(
-        math.prod(row_axes[a] for a in groups[-1]),
+        math.prod(row_axes[a] for a in merged[-1]),
         padded,
         x.dtype,
         sum(a.dtype.itemsize for a in arrays),
@@ -446,12 +451,12 @@ def _softmax(options: Options, interpret: bool, x: jax.Array, planes: dict) -> j
     where = {name: 1 + i for i, name in enumerate(planes)}
     position = banded and row_axes[-1] > 1  # whether the last row axis is that of the band
     body = partial(_kernel, options, width, where, position)
-    views = [view(a, groups) for a in arrays]
+    views = [view(a, merged) for a in arrays]
     y = run(body, "softmax_forward", views, tiling=tiling, interpret=interpret)
     return y.reshape(*row_axes, padded)[..., :width]
 
 
-def _kernel(options: Options, width: int, where: dict[str, int], has_rows: bool, block: Block) -> None:
+def _kernel(options: Options, width: int, where: dict[str, int], has_rows: bool, block: RowBlock) -> None:
     """Computes y of the rows of a block.
 
     `where` numbers the planes; `has_rows`: the last row axis is x's axis -2, which has rows.
@@ -460,16 +465,16 @@ def _kernel(options: Options, width: int, where: dict[str, int], has_rows: bool,
     factor, slope, weight = kernel_rules.exponent(options, "bias" in where)
 
     def logits(k, i, last):
-        """Returns z of a piece `[rows, columns]`, -inf where nothing is seen."""
-        z = block.piece(0, k, i).astype(jnp.float32)
+        """Returns z of a fragment `[rows, columns]`, -inf where nothing is seen."""
+        z = block.fragment(0, k, i).astype(jnp.float32)
         z = z if factor == 1 else z * factor
         # the bias, and what hides: a bias of -inf, the mask, the band, the end of the row
         terms = []
         if "bias" in where:
-            bias = block.piece(where["bias"], k, i).astype(jnp.float32)
+            bias = block.fragment(where["bias"], k, i).astype(jnp.float32)
             z, terms = z + (bias if weight == 1 else bias * weight), [bias != -jnp.inf]
         if "mask" in where:
-            terms.append(block.piece(where["mask"], k, i) != jnp.int8(0))
+            terms.append(block.fragment(where["mask"], k, i) != jnp.int8(0))
         banded, overruns = options.is_causal or options.window, block.overruns(i, last, width)
         if banded or overruns:
             row, column = block.position(k, i)
@@ -482,13 +487,13 @@ def _kernel(options: Options, width: int, where: dict[str, int], has_rows: bool,
     def exponential(z, top):
         return jnp.exp2((z - top) * np.float32(slope))
 
-    # forwards: at each place of a piece the maximum m of what came by, and the sum of exp(z - m)
+    # forwards: at each place of a fragment the maximum m of what came by, and the sum of exp(z - m)
     def add(k, last, carry):
         before, total, _ = carry
-        z = [logits(k, i, last) for i in range(tiling.pieces)]
+        z = [logits(k, i, last) for i in range(tiling.fragments)]
         m = functools.reduce(jnp.maximum, z, before)
         top = finite(m)
-        e = [exponential(piece, top) for piece in z]
+        e = [exponential(fragment, top) for fragment in z]
         total = functools.reduce(jnp.add, e, total * exponential(before, top))
         return m, total, e if tiling.tiles == 1 else None
 
@@ -501,8 +506,8 @@ def _kernel(options: Options, width: int, where: dict[str, int], has_rows: bool,
     # backwards: y, from exponentials that are still there, or from logits once more
     if tiling.tiles == 1:
         correction = correction * inverse
-        block.backwards(lambda k, last: (piece * correction for piece in e))
+        block.backwards(lambda k, last: (fragment * correction for fragment in e))
     else:
         block.backwards(
-            lambda k, last: (exponential(logits(k, i, last), top) * inverse for i in range(tiling.pieces))
+            lambda k, last: (exponential(logits(k, i, last), top) * inverse for i in range(tiling.fragments))
         )
