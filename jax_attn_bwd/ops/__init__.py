@@ -11,10 +11,10 @@ A new operator is such a folder. `check` and the contract find it by its `cases`
 tests in `tests/ops`.
 
 Dense attention has more ideas: `mask` who sees whom, `visibility` how that is read, `mod_functions` masks and
-scores as functions; three engines, `materialized` (small planes), `tiles` (loops over tiles) and `strips`
-(GPUs), between which `portable` picks; `block` the chain from products to probabilities, `online_softmax` the
-sums over tiles, `row_terms` lse and delta; `devices` queries that lie on several devices; `engine` the door
-for layers and rings.
+scores as functions; `plan` the ways of computing, of which `portable` has a file each: the `plane` at once,
+`tiles`, and `strips` for GPUs; `clean_operands` what all of them read; `block` the chain from products to
+probabilities, `online_softmax` the sums over tiles, `row_terms` lse and delta; `devices` queries that lie on
+several devices; `engine` the door for layers and rings.
 
 Graph attention is three operators that share `rule` and `derivatives`, the `_bwd` of all; `kinds`
 holds what they differ in, `structure`, `groups` and `loops` the graph, `edge_ops` the sums over edges.

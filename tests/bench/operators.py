@@ -41,9 +41,10 @@ from jax_attn_bwd import (
 )
 from jax_attn_bwd._core.cases import Case
 from jax_attn_bwd._core.secondary_calls import complete
-from jax_attn_bwd.ops.dot_product import engine, tiles, visibility
+from jax_attn_bwd.ops.dot_product import engine, visibility
 from jax_attn_bwd.ops.dot_product.arguments import prepare
 from jax_attn_bwd.ops.dot_product.plan import Materialized, count
+from jax_attn_bwd.ops.dot_product.portable import tiles
 from jax_attn_bwd.ops.dot_product.spec import DotProductAttentionKeywords
 from jax_attn_bwd.ops.graph import cases as graph_cases
 

@@ -15,11 +15,11 @@ from compile_only import compiling, devices, gpu, pages, traffic
 from jax_attn_bwd import dot_product_attention
 from jax_attn_bwd._core import console, targets
 from jax_attn_bwd._core.cases import Case, Operator
-from jax_attn_bwd.ops.dot_product import strips
 from jax_attn_bwd.ops.dot_product.mask import Mask
 from jax_attn_bwd.ops.dot_product.plan import GPU_TILE, Strips, plan
+from jax_attn_bwd.ops.dot_product.portable import strips
+from jax_attn_bwd.ops.dot_product.portable.strips import StripSource
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options
-from jax_attn_bwd.ops.dot_product.strips import StripSource
 
 GPUS = ("H200", "A100")
 CHIPS = (*GPUS, "v5e")  # linear attention alone, which has no kernels, is compiled for a TPU, too

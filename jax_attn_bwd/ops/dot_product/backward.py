@@ -1,4 +1,4 @@
-"""Backward of dense attention: derivation, then one pass over the tiles.
+"""Backward of dense attention: derivation, then the way that the plan names.
 
 The forward, for query row t, key s, with Z the dropout factors (0 or 1 / (1 - rate)):
 
@@ -39,130 +39,57 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 
-from jax_attn_bwd._core import float_leaves
-from jax_attn_bwd._core.numerics import accumulator_dtype, moved, reduce_to
-from jax_attn_bwd._core.sharding import full_like_operands
-from jax_attn_bwd.ops.dot_product import layout, mod_functions, row_terms
-from jax_attn_bwd.ops.dot_product.block import scaled_product
-from jax_attn_bwd.ops.dot_product.plan import Plan, Tiles
-from jax_attn_bwd.ops.dot_product.spec import Operands, Result, Wanted
-from jax_attn_bwd.ops.dot_product.tiles import TileSource
+from jax_attn_bwd._core import float_leaves, split
+from jax_attn_bwd._core.numerics import accumulator_dtype
+from jax_attn_bwd._core.sharding import full_like_operands, match_type
+from jax_attn_bwd.ops.dot_product import devices, layout, row_terms
+from jax_attn_bwd.ops.dot_product.clean_operands import with_whole_keys
+from jax_attn_bwd.ops.dot_product.forward import PASSES, in_slices
+from jax_attn_bwd.ops.dot_product.plan import Materialized, Plan
+from jax_attn_bwd.ops.dot_product.spec import DotProductAttentionGrads, Operands, Residuals, Result
 
 
+@partial(jax.jit, static_argnums=0)
 def backward(
-    plan: Plan, schedule: Tiles, wanted: Wanted, operands: Operands, result: Result, dout: Any, dlse: Any
-) -> dict[str, Any]:
-    """Computes the gradients named in `wanted`, in the accumulator's dtype, tile by tile."""
-    # What all tiles read, padded to whole ones; rows that see nothing have a cotangent of 0.
-    dout, delta = row_terms.of_backward(plan.options, operands, result, dout, dlse)
-    w = TileSource.of(plan.options, schedule, operands)
-    rows = row_terms.in_rows(result, w.live, dout, delta)
-    rows = rows.map(lambda x, axis: layout.pad(x, {axis: schedule.block_q}))
+    plan: Plan, residuals: Residuals, dout: jax.Array | None, dlse: jax.Array | None
+) -> DotProductAttentionGrads:
+    """Computes the gradients of the operands in `residuals.wanted`; a cotangent that is None is zero."""
+    given, result, wanted = residuals
+    operands, rows = with_whole_keys(given), (result, dout, dlse)
+    schedule = plan.schedule
+    run = partial(PASSES[type(schedule)].backward, plan, schedule, wanted)
+    if wanted.names == {"sink"} and not (isinstance(schedule, Materialized) and wanted.alone):
+        run = partial(_of_sink_alone, plan)
 
-    # Every tile adds its share to the sums; a dead one gives zeros. A branch that added, or transposed, would
-    # make copies of what it is handed: it costs 5% of the time.
-    sums = _zeros(wanted.names, w, (operands, rows), accumulator_dtype(operands.query.dtype))
-    step, tiles = w.scan(
-        partial(_share, w, rows),
-        partial(_parts, sums),
-        lambda old, row, column: jax.tree.map(jnp.zeros_like, _swapped(old)),
-        lambda old, added: jax.tree.map(jnp.add, old, _swapped(added)),
+    # At once, in pieces of the queries, or in slices of the batch, which add up what the batch shares.
+    if plan.pieces is not None:
+        grads = devices.gradients(plan, run, operands, wanted.names, rows)()
+    elif plan.batch_slices > 1:
+        step, indices = in_slices(plan, run, operands, *rows)
+        sums, found = lax.scan(
+            step, _zeros_like(operands, wanted.names - operands.arrays_with_batch(), rows), indices
+        )
+        grads = split.joined(found) | sums
+    else:
+        grads = run(operands, *rows)
+
+    # In the types of the operands.
+    like = lambda name: float_leaves.floats(getattr(given, name))
+    return DotProductAttentionGrads(
+        **{name: jax.tree.map(match_type, grad, like(name)) for name, grad in grads.items()}
     )
-    if tiles is not None:
-        sums, _ = lax.scan(step, sums, tiles)
-    grads = _in_shapes_of(operands, w, sums)
-    if "sink" in wanted.names:
-        grads["sink"] = row_terms.gradient_of_sink(operands.sink, result, layout.merge_rows(delta))
-    return grads
 
 
-def _parts(sums: dict[str, Any], q: Any, k: Any) -> dict[str, Any]:
-    """Tells which part of each sum a tile adds to, by its rows and columns: of what a score reads all."""
-    parts = {"query": {-3: q}, "key": {-3: k}, "value": {-3: k}, "bias": {-2: q, -1: k}}
-    whole = lambda x: jax.tree.map(lambda _: {}, x)
-    return {name: parts[name] if name in parts else whole(x) for name, x in sums.items()}
+def _zeros_like(operands: Operands, names: frozenset[str], rows: Any) -> dict[str, Any]:
+    """Returns zeros of the shapes of these operands, in the accumulator's dtype."""
+    dtype = accumulator_dtype(operands.query.dtype)
+    zero = lambda x: full_like_operands(x, x.shape, 0, dtype, (operands, rows))
+    return {n: jax.tree.map(zero, float_leaves.floats(getattr(operands, n))) for n in sorted(names)}
 
 
-def _in_shapes_of(operands: Operands, w: TileSource, sums: dict[str, Any]) -> dict[str, Any]:
-    """Cuts the padding off the sums over the tiles, and reduces those of what broadcasts to its shape."""
-    _, T, S, _, groups = operands.sizes
-    lengths = {"query": T, "key": S, "value": S}
-    grads = {name: sums[name][..., :length, :, :] for name, length in lengths.items() if name in sums}
-    if "bias" in sums:
-        bias = operands.bias
-        assert bias is not None  # its gradient is asked for
-        *_, t, s = layout.plane(bias, w.q.ndim - 4, groups).shape
-        *batch, k, g, _, _ = sums["bias"].shape
-        dbias = sums["bias"][..., :t, :s].reshape(*batch, k * g, t, s)
-        grads["bias"] = reduce_to(dbias, bias.shape)
-    if "mod_args" in sums:
-        numbers = float_leaves.floats(operands.mod_args)
-        grads["mod_args"] = jax.tree.map(lambda x, like: reduce_to(x, like.shape), sums["mod_args"], numbers)
-    return grads
-
-
-def _zeros(wanted: frozenset[str], w: TileSource, operands: Any, dtype: Any) -> dict[str, jax.Array]:
-    """Returns zeros that the tiles are summed into, by operand.
-
-    Those of query, key and value have the caller's layout: they are the gradients then, and no copy is made.
-    """
-    # Of which array each sum has the sharding, and its shape.
-    *batch, K, G, _, _ = w.q.shape
-    arrays = layout.merge_heads(w.q), moved(w.k, -2, -3), moved(w.v, -2, -3)
-    like = {name: (x, x.shape) for name, x in zip(("query", "key", "value"), arrays, strict=True)}
-    if w.mask.bias is not None:
-        shape = w.mask.bias.shape
-        if 1 in shape[-2:]:  # small: leave the sum over the batch, maybe a collective, to the end
-            shape = (*batch, *shape[-4:])
-        like["bias"] = (w.q, shape)
-    zeros: dict[str, Any] = {
-        name: full_like_operands(x, shape, 0, dtype, operands)
-        for name, (x, shape) in like.items()
-        if name in wanted
-    }
-
-    # What a score reads has one for each batch entry and head, where these are small enough.
-    if "mod_args" in wanted:
-        assert w.mask.places is not None  # differentiated with a function
-        lead = (*batch, K, G) if mod_functions.may_lie_apart(w.mask.places, w.q) else ()
-
-        def zero(x):  # apart: the sum over batch and heads, maybe a collective, is left to the end
-            like = w.q[..., :1, :1].sum((-2, -1)).reshape(*lead, *(1 for _ in x.shape)) if lead else x
-            return full_like_operands(like, (*lead, *x.shape), 0, dtype, operands)
-
-        zeros["mod_args"] = jax.tree.map(zero, float_leaves.floats(w.mask.places.args))
-    return zeros
-
-
-def _swapped(shares):
-    """Turns those of keys and values from the layout of tiles, `[..., K, S, H]`, to the caller's, or back."""
-    swap = lambda name, x: moved(x, -2, -3) if name in ("key", "value") else x
-    return {name: swap(name, x) for name, x in shares.items()}
-
-
-def _share(w, rows, old, row, column, *, mixed):
-    """Computes what a tile gives to each sum named in `old`; keys and values are `_swapped`."""
-    # The tile's operands; its elements lie transposed, [..., K, S, G, T].
-    block = w.tile(row, column, mixed).transposed()
-    dout, lse, rounding, delta = rows.map(lambda x, axis: w.rows(x, row, axis))
-    lse, rounding, delta = (x[..., None, :, :] for x in (lse, rounding, delta))
-
-    # The probabilities again, from logits formed as in the forward and the row's lse.
-    logits, of = block.logits(scaled_product(block, block.q, block.k))  # (1)
-    p = jnp.exp((logits - lse) - rounding)  # (2)
-
-    # What they give to the gradients, in the layout of the sums; arrays that no score reads get nothing.
-    dout = dout.astype(block.v.dtype)
-    dp = block.through_values(dout) if old.keys() != {"value"} else None
-    apart = w.mask.places is not None and mod_functions.may_lie_apart(w.mask.places, w.q)
-    share = block.gradients(old, p, dout, dp, delta, of, apart)
-    if "mod_args" in old and "mod_args" not in share:
-        share["mod_args"] = jax.tree.map(jnp.zeros_like, old["mod_args"])
-    if "bias" in old:
-        share["bias"] = reduce_to(share["bias"], old["bias"].shape)
-    if "query" in old:
-        share["query"] = layout.merge_heads(share["query"])
-    return share
+def _of_sink_alone(plan: Plan, operands: Operands, result: Result, dout: Any, dlse: Any) -> dict[str, Any]:
+    """Computes the gradient of the sink, which needs the rows alone."""
+    _, delta = row_terms.of_backward(plan.options, operands, result, dout, dlse)
+    return {"sink": row_terms.gradient_of_sink(operands.sink, result, layout.merge_rows(delta))}

@@ -13,15 +13,9 @@ from typing import Any
 
 from jax_attn_bwd._core import split
 from jax_attn_bwd._core.dropout import Offset
-from jax_attn_bwd._core.sharding import gathered, reshard_like, unsharded
+from jax_attn_bwd._core.sharding import gathered, reshard_like
 from jax_attn_bwd.ops.dot_product.plan import Plan
 from jax_attn_bwd.ops.dot_product.spec import Operands, Result
-
-
-def with_whole_keys(operands: Operands) -> Operands:
-    """Returns `operands` with all keys on every device, as far as types tell."""
-    whole: Callable[[Any], Any] = lambda x: None if x is None else unsharded(x, -3)
-    return operands._replace(key=whole(operands.key), value=whole(operands.value))
 
 
 def forward(plan: Plan, run: Callable[[Operands], Result], operands: Operands) -> Callable[[], Result]:

@@ -38,19 +38,20 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_attn_bwd._core import backend
-from jax_attn_bwd.ops.dot_product import portable
+from jax_attn_bwd.ops.dot_product import backward as portable_backward
+from jax_attn_bwd.ops.dot_product import forward as portable_forward
 from jax_attn_bwd.ops.dot_product.block import dropout_factors as dropout_factors
 from jax_attn_bwd.ops.dot_product.layout import merge_heads as merge_heads
 from jax_attn_bwd.ops.dot_product.layout import merge_rows as merge_rows
 from jax_attn_bwd.ops.dot_product.layout import split_heads as split_heads
 from jax_attn_bwd.ops.dot_product.layout import split_rows as split_rows
-from jax_attn_bwd.ops.dot_product.materialized import gradients as gradients
-from jax_attn_bwd.ops.dot_product.materialized import plane as plane
-from jax_attn_bwd.ops.dot_product.materialized import probabilities as probabilities
-from jax_attn_bwd.ops.dot_product.materialized import tangent_of_logits as tangent_of_logits
 from jax_attn_bwd.ops.dot_product.plan import Plan as Plan
 from jax_attn_bwd.ops.dot_product.plan import plan as planned
 from jax_attn_bwd.ops.dot_product.plan import rounding_matters as rounding_matters
+from jax_attn_bwd.ops.dot_product.portable.plane import gradients as gradients
+from jax_attn_bwd.ops.dot_product.portable.plane import plane as plane
+from jax_attn_bwd.ops.dot_product.portable.plane import probabilities as probabilities
+from jax_attn_bwd.ops.dot_product.portable.plane import tangent_of_logits as tangent_of_logits
 from jax_attn_bwd.ops.dot_product.row_terms import delta as delta
 from jax_attn_bwd.ops.dot_product.row_terms import gradient_of_sink as gradient_of_sink
 from jax_attn_bwd.ops.dot_product.row_terms import sees_nothing as sees_nothing
@@ -66,7 +67,7 @@ from jax_attn_bwd.ops.dot_product.spec import (
 from jax_attn_bwd.ops.dot_product.tangent import tangent_sums as tangent_sums
 from jax_attn_bwd.ops.dot_product.tangent import through_softmax as through_softmax
 
-_PORTABLE = backend.Implementation("xla", portable.forward, portable.backward)
+_PORTABLE = backend.Implementation("xla", portable_forward.forward, portable_backward.backward)
 IMPLEMENTATIONS = (
     backend.kernel("mosaic_tpu", __package__, _PORTABLE, ("tpu",)),
     backend.kernel("mosaic_gpu", __package__, _PORTABLE, ("hopper",)),

@@ -1,73 +1,73 @@
-"""Forward of dense attention tile by tile: one pass with the online softmax, `online_softmax.py`.
+"""Portable forward of dense attention: the way that the plan names, at once, in pieces or in slices.
 
-References:
-  Dao, FlashAttention-2, 2023, arXiv:2307.08691, section 3.1.
+The ways are the files of `portable/`. Where the queries lie on several devices, `devices.py` cuts the call in
+pieces; on one device a large batch is taken in slices, so that what one of them computes stays in the cache.
+No call is cut both ways.
 """
 
+from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 
-from jax_attn_bwd._core.numerics import accumulator_dtype, rounding_of
-from jax_attn_bwd._core.products import product
-from jax_attn_bwd.ops.dot_product import online_softmax as online
-from jax_attn_bwd.ops.dot_product import row_terms
-from jax_attn_bwd.ops.dot_product.block import scaled_product
-from jax_attn_bwd.ops.dot_product.online_softmax import State
-from jax_attn_bwd.ops.dot_product.plan import Plan, Tiles
+from jax_attn_bwd._core import split
+from jax_attn_bwd._core.dropout import Offset
+from jax_attn_bwd._core.pallas import opaque
+from jax_attn_bwd._core.sharding import tie
+from jax_attn_bwd.ops.dot_product import devices
+from jax_attn_bwd.ops.dot_product.clean_operands import with_whole_keys
+from jax_attn_bwd.ops.dot_product.plan import Materialized, Plan, Schedule, Strips, Tiles
+from jax_attn_bwd.ops.dot_product.portable import plane, strips, tiles
 from jax_attn_bwd.ops.dot_product.spec import Operands, Result
-from jax_attn_bwd.ops.dot_product.tiles import TileSource
 
 
-def forward(plan: Plan, schedule: Tiles, operands: Operands) -> Result:
-    """Computes the result tile by tile."""
-    # What each row keeps begins with the sink, if there is one, broadcast to [..., K, G, T].
-    w, sink = TileSource.of(plan.options, schedule, operands), operands.sink
-    if sink is not None:
-        sink = sink.astype(accumulator_dtype(w.q.dtype)).reshape(*w.q.shape[-4:-2], 1)
-    state = online.initial(w.q, w.v.shape[-1], sink, operands)
-    rounds = schedule.product_dtype != state.acc.dtype and plan.rounding_matters
-    sums = _RowSums(state, jnp.zeros_like(state.acc) if rounds else None)
+class Passes(NamedTuple):
+    """What computes a schedule."""
 
-    # Every tile of keys is folded into its rows; a dead one leaves them as they are.
-    def parts(q, _):
-        return _RowSums(State({-2: q}, {-1: q}, {-1: q}), {-2: q} if rounds else None)
-
-    step, tiles = w.scan(partial(_update, w), parts)
-    if tiles is not None:
-        sums, _ = lax.scan(step, sums, tiles)
-
-    # The output and its row values.
-    state, out_rounding = sums
-    T = operands.query.shape[-3]
-    may_be_empty = w.live is not None or not isinstance(T, int) or T % schedule.block_q != 0
-    out, lse, rounding = online.finished(state, may_be_empty)
-    if out_rounding is not None:
-        out_rounding = online.finished(state._replace(acc=out_rounding), may_be_empty)[0]
-    return row_terms.of_forward(operands, plan.has_wide_out, out, out_rounding, lse, rounding)
+    forward: Callable[..., Result]  # (plan, schedule, operands)
+    backward: Callable[..., dict[str, Any]]  # (plan, schedule, wanted, operands, result, dout, dlse)
 
 
-class _RowSums(NamedTuple):
-    """Sums of each row that the walk carries."""
+PASSES: dict[type[Schedule], Passes] = {
+    Materialized: Passes(plane.forward, plane.backward),
+    Tiles: Passes(tiles.forward, tiles.backward),
+    Strips: Passes(strips.forward, strips.backward),
+}
 
-    state: State
-    rounding: jax.Array | None  # of `state.acc`, by rounding p; no one reads it but gradients that ask
+
+# Opaque as a kernel is: a policy that saves products would save those of every tile, T x S numbers.
+@opaque
+@partial(jax.jit, static_argnums=0)
+def forward(plan: Plan, operands: Operands) -> Result:
+    """Computes the output and its row values."""
+    whole, schedule = with_whole_keys(operands), plan.schedule
+    run = partial(PASSES[type(schedule)].forward, plan, schedule)
+
+    # At once, in pieces of the queries, or in slices of the batch.
+    if plan.pieces is not None:
+        result = devices.forward(plan, run, whole)()
+    elif plan.batch_slices > 1:
+        step, indices = in_slices(plan, run, whole)
+        result = split.joined(lax.scan(step, {}, indices)[1])
+    else:
+        result = run(whole)
+    return tie(result, operands)
 
 
-def _update(w, sums, row, column, *, mixed):
-    """Returns the sums of the rows with the keys of the tile that begins there."""
-    # The logits of the tile, [..., K, G, block_q, block_k], -inf where unseen.
-    rows, rounding = sums
-    block = w.tile(row, column, mixed)
-    logits, _ = block.logits(scaled_product(block, block.q, block.k))
+def in_slices(plan: Plan, run: Callable[..., Any], operands: Operands, *rows: Any) -> tuple[Any, Any]:
+    """Returns what `lax.scan` takes to compute `run(operands, *rows)` slice by slice: a step, and indices.
 
-    # The sums so far decay to the new maximum, and the tile's weights are added; dropout spares l.
-    m, decay, p = online.weights(rows.m, logits)
-    l, p, v = rows.l * decay + p.sum(-1), block.dropped(p), block.v
-    add = lambda acc, p: acc * decay[..., None] + product("...gts,...sh->...gth", p, v, **block.product)
-    if rounding is not None:
-        rounding = add(rounding, rounding_of(p, v.dtype))
-    return _RowSums(State(add(rows.acc, p.astype(v.dtype)), m, l), rounding)
+    Args:
+      plan: tells their number, which divides the first batch axis.
+      run: gives results that have all batch axes, and shares of the sums that are scanned with, by name.
+      operands: those of the call.
+      rows: further arrays with all batch axes.
+    """
+    axes: Any = operands.axes(dict.fromkeys(operands.arrays_with_batch(), 0))
+    if operands.dropout_words is not None:
+        offset = split.dropout_indices(operands.dropout_offset, operands.query, operands.query.ndim - 3)
+        operands = operands._replace(dropout_offset=offset)
+        axes = axes._replace(dropout_offset=Offset(0, None, None, None))
+    return split.scan_of_slices(plan.batch_slices, run, (operands, *rows), (axes, *(0 for _ in rows)))

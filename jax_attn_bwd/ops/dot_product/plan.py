@@ -24,28 +24,28 @@ from jax_attn_bwd.ops.dot_product.spec import Operands, Options, Sizes
 WAYS = (
     Way(
         "whole plane",
-        "materialized.py",
+        "portable/plane.py",
         "up to 2 M logits of a slice of the batch and 1 M of a head",
         "as fast as tiles, compiled sooner, fused with what stands around",
     ),
-    Way("tiles", "tiles.py", "everything else on CPUs and TPUs; on GPUs functions, dropout, symbolic sizes"),
+    Way("tiles", "portable/tiles.py", "all else; on GPUs functions, dropout and symbolic sizes alone"),
     Way(
         "strips",
-        "strips.py",
+        "portable/strips.py",
         "GPU: what shapes alone decide",
         "0.81 of the plain formula's bytes (tiles: 1.22), causal 0.62 (0.74), compiled for an H200",
         "33319bc",
     ),
     Way(
         "strips of a few widths",
-        "strips.py",
+        "portable/strips.py",
         "GPU: what arrays leave of the plane",
         "four documents 0.25 of the plain formula's bytes (tiles: 0.49), compiled for an H200",
         "d89cd43",
     ),
     Way(
         "planes of a few heads",
-        "strips.py",
+        "portable/strips.py",
         "GPU: a bias of all elements",
         "0.83 to 1.07 of the plain formula's bytes (tiles: 1.05 to 1.91), compiled for an H200",
         "039fc23",
@@ -138,7 +138,7 @@ LEAST_TILE = 64  # rows and columns: smaller tiles take longer to walk over than
 
 @dataclass(frozen=True)
 class Materialized:
-    """The plane is one tile: no walk, see `materialized.py`."""
+    """The plane is one tile: no walk, see `portable/plane.py`."""
 
     batch_slices: int = 1  # of the first batch axis, one after the other
     keys: int | None = None  # the first ones, all that some query sees; None = not counted
@@ -163,7 +163,7 @@ class _BlockedPlane:
 
 @dataclass(frozen=True)
 class Tiles(_BlockedPlane):
-    """Tiles one after the other, which add to sums, see `tiles.py`."""
+    """Tiles one after the other, which add to sums, see `portable/tiles.py`."""
 
     product_dtype: str  # of the factors of matrix products
     batch_slices: int = 1
@@ -177,7 +177,7 @@ class Tiles(_BlockedPlane):
 
 @dataclass(frozen=True)
 class Strips(_BlockedPlane):
-    """Blocks of rows or keys against all that they meet, see `strips.py`."""
+    """Blocks of rows or keys against all that they meet, see `portable/strips.py`."""
 
     head_slices: int = 0  # of batch and heads of a device, one axis of strips; 0 = axes of their own
     runtime_extent: bool = False  # which of a few widths a strip has is told at run time

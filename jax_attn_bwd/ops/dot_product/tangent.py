@@ -32,10 +32,11 @@ from jax_attn_bwd._core.products import product
 from jax_attn_bwd._core.sharding import full_like_operands
 from jax_attn_bwd.ops.dot_product import devices, layout, mod_functions, row_terms
 from jax_attn_bwd.ops.dot_product.block import scaled_product
+from jax_attn_bwd.ops.dot_product.clean_operands import with_whole_keys
 from jax_attn_bwd.ops.dot_product.layout import take_part
 from jax_attn_bwd.ops.dot_product.plan import Plan
+from jax_attn_bwd.ops.dot_product.portable.tiles import TileSource, padded
 from jax_attn_bwd.ops.dot_product.spec import Operands, Result
-from jax_attn_bwd.ops.dot_product.tiles import TileSource, padded
 
 
 @partial(jax.jit, static_argnums=0)
@@ -55,7 +56,7 @@ def tangent_sums(
     `result` has the row values of all keys that the queries attend to: what disjoint blocks give adds up, in
     the dtype of lse. None in `tangents` is zero.
     """
-    operands, tangents = map(devices.with_whole_keys, (operands, tangents))
+    operands, tangents = map(with_whole_keys, (operands, tangents))
     if plan.pieces is None:
         return _tiled(plan, operands, result, tangents)
     return devices.tangent(plan, _tiled, operands, result, tangents)()

@@ -13,7 +13,7 @@ from ops.dot_product.kernel_calls import BF16, OPERATOR, measured
 from jax_attn_bwd import dot_product_attention
 from jax_attn_bwd._core import pallas
 from jax_attn_bwd._core.cases import cotangents
-from jax_attn_bwd.ops.dot_product import arguments, block, forward, portable
+from jax_attn_bwd.ops.dot_product import arguments, backward, block, forward
 from jax_attn_bwd.ops.dot_product import plan as planning
 from jax_attn_bwd.ops.dot_product.kernels import hopper_backward as mosaic_gpu_backward
 from jax_attn_bwd.ops.dot_product.kernels import hopper_forward as mosaic_gpu_forward
@@ -21,6 +21,7 @@ from jax_attn_bwd.ops.dot_product.kernels import hopper_key as by_key
 from jax_attn_bwd.ops.dot_product.kernels import hopper_query as by_query
 from jax_attn_bwd.ops.dot_product.kernels import inputs as kernel_inputs
 from jax_attn_bwd.ops.dot_product.plan import Plan, Tiles
+from jax_attn_bwd.ops.dot_product.portable import tiles
 from jax_attn_bwd.ops.dot_product.spec import KernelOptions, Residuals, Wanted
 
 NAME = "mosaic_gpu"
@@ -75,7 +76,7 @@ def products(monkeypatch):
         )
         return product(spec, *rounded, **options)
 
-    for module in (block, forward):
+    for module in (block, tiles):
         monkeypatch.setattr(module, "product", widened)
     monkeypatch.setattr(block.Block, "dlogits_dtype", BF16)
 
@@ -95,7 +96,7 @@ def gradients_of_twin(options, residuals, cts):
     for names, file in ((wanted & {"query"}, by_query), (wanted - {"query"}, by_key)):
         part = residuals._replace(wanted=Wanted(names))
         tiling = file.default_tiling(KernelOptions.of(options, mask), saved)
-        grads = portable.backward(planned(options, tiling), part, *cts)._asdict()
+        grads = backward.backward(planned(options, tiling), part, *cts)._asdict()
         made |= {n: grads[n] for n in names}
     return made
 
@@ -112,7 +113,7 @@ def test_kernels_equal_their_twin(name):
     options, operands, cts = prepared(NAMED[name])
     tiling = mosaic_gpu_forward.default_tiling(KernelOptions.of(options, operands.mask), operands)
     plan = planned(options, tiling)
-    result = portable.forward(plan, operands)
+    result = forward.forward(plan, operands)
     kernel = jax.block_until_ready(mosaic_gpu_forward.forward(plan, operands))
     given = (n for n in OPERATOR.differentiable if getattr(operands, n, None) is not None)
     wanted = frozenset(given) - {"sink"}

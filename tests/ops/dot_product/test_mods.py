@@ -11,11 +11,12 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_attn_bwd import dot_product_attention, dot_product_attention_bwd, mods
-from jax_attn_bwd.ops.dot_product import mod_functions, reference, tiles, visibility
+from jax_attn_bwd.ops.dot_product import mod_functions, reference, visibility
 from jax_attn_bwd.ops.dot_product import plan as planning
 from jax_attn_bwd.ops.dot_product.arguments import prepare
 from jax_attn_bwd.ops.dot_product.mask import Mask
 from jax_attn_bwd.ops.dot_product.plan import Tiles
+from jax_attn_bwd.ops.dot_product.portable import tiles
 from jax_attn_bwd.ops.dot_product.spec import Sizes
 
 N = 96

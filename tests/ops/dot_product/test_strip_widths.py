@@ -13,11 +13,12 @@ from jax.sharding import PartitionSpec as P
 from jax_attn_bwd import dot_product_attention
 from jax_attn_bwd._core.targets import aimed_at
 from jax_attn_bwd.ops.dot_product import plan as planning
-from jax_attn_bwd.ops.dot_product import reference, strips
+from jax_attn_bwd.ops.dot_product import reference
 from jax_attn_bwd.ops.dot_product.mask import Mask
 from jax_attn_bwd.ops.dot_product.plan import Strips, plan
+from jax_attn_bwd.ops.dot_product.portable import strips
+from jax_attn_bwd.ops.dot_product.portable.strips import StripSource
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options
-from jax_attn_bwd.ops.dot_product.strips import StripSource
 
 PLAIN = Options(scale=1.0)
 

@@ -7,9 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jax_attn_bwd.ops.dot_product import plan as planning
-from jax_attn_bwd.ops.dot_product import tiles, visibility
+from jax_attn_bwd.ops.dot_product import visibility
 from jax_attn_bwd.ops.dot_product.mask import Mask
 from jax_attn_bwd.ops.dot_product.plan import Materialized, count, plan
+from jax_attn_bwd.ops.dot_product.portable import tiles
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options, Sizes
 
 lengths = st.integers(1, 70)

@@ -19,10 +19,9 @@ from jax_attn_bwd._core.numerics import fast_two_sum, finite, moved, reduce_to, 
 from jax_attn_bwd._core.products import einsum, sum_of_products
 from jax_attn_bwd.ops.dot_product import layout, mod_functions, row_terms, visibility
 from jax_attn_bwd.ops.dot_product.block import Block, dropout_factors
-from jax_attn_bwd.ops.dot_product.devices import with_whole_keys
+from jax_attn_bwd.ops.dot_product.clean_operands import places, unpoisoned, with_whole_keys
 from jax_attn_bwd.ops.dot_product.plan import PLAIN, Forms, Materialized, Plan, product_dtype
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options, Result, Wanted
-from jax_attn_bwd.ops.dot_product.tiles import places, unpoisoned
 
 
 @dataclass(eq=False, kw_only=True)

@@ -1,4 +1,4 @@
-"""The tiles of the portable path: operands in their layout, which tiles are visited, and in which order.
+"""Dense attention tile by tile: the two passes, operands in the layout of tiles, which are visited and when.
 
 Heads stand in front, grouped; sequences are padded to whole tiles.
 
@@ -25,15 +25,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_attn_bwd._core import fusion, split
-from jax_attn_bwd._core.numerics import accumulator_dtype, moved, to_rank
+from jax_attn_bwd._core import float_leaves, fusion, split
+from jax_attn_bwd._core.numerics import accumulator_dtype, moved, reduce_to, rounding_of
 from jax_attn_bwd._core.pallas import vary_alike
-from jax_attn_bwd.ops.dot_product import layout, mod_functions, visibility
-from jax_attn_bwd.ops.dot_product.block import Block, DropoutCounters, dropout_counters
+from jax_attn_bwd._core.products import product
+from jax_attn_bwd._core.sharding import full_like_operands
+from jax_attn_bwd.ops.dot_product import layout, mod_functions, row_terms, visibility
+from jax_attn_bwd.ops.dot_product import online_softmax as online
+from jax_attn_bwd.ops.dot_product.block import Block, DropoutCounters, dropout_counters, scaled_product
+from jax_attn_bwd.ops.dot_product.clean_operands import places, unpoisoned
 from jax_attn_bwd.ops.dot_product.layout import put_part, take_part
 from jax_attn_bwd.ops.dot_product.mask import Mask
-from jax_attn_bwd.ops.dot_product.plan import Tiles, count
-from jax_attn_bwd.ops.dot_product.spec import Operands, Options
+from jax_attn_bwd.ops.dot_product.online_softmax import State
+from jax_attn_bwd.ops.dot_product.plan import Plan, Tiles, count
+from jax_attn_bwd.ops.dot_product.spec import Operands, Options, Result, Wanted
 from jax_attn_bwd.ops.dot_product.visibility import TileMask, Tokens
 
 GROUP = 64  # tiles
@@ -156,38 +161,180 @@ def padded(
     return q, k, v, live
 
 
-def unpoisoned(options: Options, operands: Operands) -> tuple[jax.Array, jax.Array, jax.Array, Any]:
-    """Returns (q, k, v, live) before padding, in the layout of tiles, without poison.
+# The forward.
 
-    NaN where nobody looks would pass through p = 0, so it becomes 0. Which queries are `live` is told as
-    `TileSource` has it.
+
+def forward(plan: Plan, schedule: Tiles, operands: Operands) -> Result:
+    """Computes the result tile by tile."""
+    # What each row keeps begins with the sink, if there is one, broadcast to [..., K, G, T].
+    w, sink = TileSource.of(plan.options, schedule, operands), operands.sink
+    if sink is not None:
+        sink = sink.astype(accumulator_dtype(w.q.dtype)).reshape(*w.q.shape[-4:-2], 1)
+    state = online.initial(w.q, w.v.shape[-1], sink, operands)
+    rounds = schedule.product_dtype != state.acc.dtype and plan.rounding_matters
+    sums = _RowSums(state, jnp.zeros_like(state.acc) if rounds else None)
+
+    # Every tile of keys is folded into its rows; a dead one leaves them as they are.
+    def parts(q, _):
+        return _RowSums(State({-2: q}, {-1: q}, {-1: q}), {-2: q} if rounds else None)
+
+    step, tiles = w.scan(partial(_update, w), parts)
+    if tiles is not None:
+        sums, _ = lax.scan(step, sums, tiles)
+
+    # The output and its row values.
+    state, out_rounding = sums
+    T = operands.query.shape[-3]
+    may_be_empty = w.live is not None or not isinstance(T, int) or T % schedule.block_q != 0
+    out, lse, rounding = online.finished(state, may_be_empty)
+    if out_rounding is not None:
+        out_rounding = online.finished(state._replace(acc=out_rounding), may_be_empty)[0]
+    return row_terms.of_forward(operands, plan.has_wide_out, out, out_rounding, lse, rounding)
+
+
+class _RowSums(NamedTuple):
+    """Sums of each row that the walk carries."""
+
+    state: State
+    rounding: jax.Array | None  # of `state.acc`, by rounding p; no one reads it but gradients that ask
+
+
+def _update(w, sums, row, column, *, mixed):
+    """Returns the sums of the rows with the keys of the tile that begins there."""
+    # The logits of the tile, [..., K, G, block_q, block_k], -inf where unseen.
+    rows, rounding = sums
+    block = w.tile(row, column, mixed)
+    logits, _ = block.logits(scaled_product(block, block.q, block.k))
+
+    # The sums so far decay to the new maximum, and the tile's weights are added; dropout spares l.
+    m, decay, p = online.weights(rows.m, logits)
+    l, p, v = rows.l * decay + p.sum(-1), block.dropped(p), block.v
+    add = lambda acc, p: acc * decay[..., None] + product("...gts,...sh->...gth", p, v, **block.product)
+    if rounding is not None:
+        rounding = add(rounding, rounding_of(p, v.dtype))
+    return _RowSums(State(add(rows.acc, p.astype(v.dtype)), m, l), rounding)
+
+
+# The backward.
+
+
+def backward(
+    plan: Plan, schedule: Tiles, wanted: Wanted, operands: Operands, result: Result, dout: Any, dlse: Any
+) -> dict[str, Any]:
+    """Computes the gradients named in `wanted`, in the accumulator's dtype, tile by tile."""
+    # What all tiles read, padded to whole ones; rows that see nothing have a cotangent of 0.
+    dout, delta = row_terms.of_backward(plan.options, operands, result, dout, dlse)
+    w = TileSource.of(plan.options, schedule, operands)
+    rows = row_terms.in_rows(result, w.live, dout, delta)
+    rows = rows.map(lambda x, axis: layout.pad(x, {axis: schedule.block_q}))
+
+    # Every tile adds its share to the sums; a dead one gives zeros. A branch that added, or transposed, would
+    # make copies of what it is handed: it costs 5% of the time.
+    sums = _zeros(wanted.names, w, (operands, rows), accumulator_dtype(operands.query.dtype))
+    step, tiles = w.scan(
+        partial(_share, w, rows),
+        partial(_parts, sums),
+        lambda old, row, column: jax.tree.map(jnp.zeros_like, _swapped(old)),
+        lambda old, added: jax.tree.map(jnp.add, old, _swapped(added)),
+    )
+    if tiles is not None:
+        sums, _ = lax.scan(step, sums, tiles)
+    grads = _in_shapes_of(operands, w, sums)
+    if "sink" in wanted.names:
+        grads["sink"] = row_terms.gradient_of_sink(operands.sink, result, layout.merge_rows(delta))
+    return grads
+
+
+def _parts(sums: dict[str, Any], q: Any, k: Any) -> dict[str, Any]:
+    """Tells which part of each sum a tile adds to, by its rows and columns: of what a score reads all."""
+    parts = {"query": {-3: q}, "key": {-3: k}, "value": {-3: k}, "bias": {-2: q, -1: k}}
+    whole = lambda x: jax.tree.map(lambda _: {}, x)
+    return {name: parts[name] if name in parts else whole(x) for name, x in sums.items()}
+
+
+def _in_shapes_of(operands: Operands, w: TileSource, sums: dict[str, Any]) -> dict[str, Any]:
+    """Cuts the padding off the sums over the tiles, and reduces those of what broadcasts to its shape."""
+    _, T, S, _, groups = operands.sizes
+    lengths = {"query": T, "key": S, "value": S}
+    grads = {name: sums[name][..., :length, :, :] for name, length in lengths.items() if name in sums}
+    if "bias" in sums:
+        bias = operands.bias
+        assert bias is not None  # its gradient is asked for
+        *_, t, s = layout.plane(bias, w.q.ndim - 4, groups).shape
+        *batch, k, g, _, _ = sums["bias"].shape
+        dbias = sums["bias"][..., :t, :s].reshape(*batch, k * g, t, s)
+        grads["bias"] = reduce_to(dbias, bias.shape)
+    if "mod_args" in sums:
+        numbers = float_leaves.floats(operands.mod_args)
+        grads["mod_args"] = jax.tree.map(lambda x, like: reduce_to(x, like.shape), sums["mod_args"], numbers)
+    return grads
+
+
+def _zeros(wanted: frozenset[str], w: TileSource, operands: Any, dtype: Any) -> dict[str, jax.Array]:
+    """Returns zeros that the tiles are summed into, by operand.
+
+    Those of query, key and value have the caller's layout: they are the gradients then, and no copy is made.
     """
-    sizes = operands.sizes
-    q = layout.split_heads(operands.query, sizes.G)  # [..., K, G, T, H]
-    k, v = (moved(x, -2, -3) for x in (operands.key, operands.value))  # [..., K, S, H]
+    # Of which array each sum has the sharding, and its shape.
+    *batch, K, G, _, _ = w.q.shape
+    arrays = layout.merge_heads(w.q), moved(w.k, -2, -3), moved(w.v, -2, -3)
+    like = {name: (x, x.shape) for name, x in zip(("query", "key", "value"), arrays, strict=True)}
+    if w.mask.bias is not None:
+        shape = w.mask.bias.shape
+        if 1 in shape[-2:]:  # small: leave the sum over the batch, maybe a collective, to the end
+            shape = (*batch, *shape[-4:])
+        like["bias"] = (w.q, shape)
+    zeros: dict[str, Any] = {
+        name: full_like_operands(x, shape, 0, dtype, operands)
+        for name, (x, shape) in like.items()
+        if name in wanted
+    }
 
-    # Queries that see nothing, and keys that nothing sees, become 0.
-    live, seen = visibility.used_queries_and_keys(operands.mask, operands.bias, sizes)
-    if live is None and options.score_mod is not None:  # it may give -inf to all that a query sees
-        live = jnp.ones((1,) * (len(sizes.batch) + 2) + (sizes.T,), bool)
-    if live is not None:
-        live = to_rank(live, q.ndim - 1)
-        q = jnp.where(live[..., None], q, 0)
-    if seen is not None:
-        k, v = (jnp.where(to_rank(seen[..., None], x.ndim), x, 0) for x in (k, v))
-    return q, k, v, live
+    # What a score reads has one for each batch entry and head, where these are small enough.
+    if "mod_args" in wanted:
+        assert w.mask.places is not None  # differentiated with a function
+        lead = (*batch, K, G) if mod_functions.may_lie_apart(w.mask.places, w.q) else ()
+
+        def zero(x):  # apart: the sum over batch and heads, maybe a collective, is left to the end
+            like = w.q[..., :1, :1].sum((-2, -1)).reshape(*lead, *(1 for _ in x.shape)) if lead else x
+            return full_like_operands(like, (*lead, *x.shape), 0, dtype, operands)
+
+        zeros["mod_args"] = jax.tree.map(zero, float_leaves.floats(w.mask.places.args))
+    return zeros
 
 
-def places(
-    options: Options, given: TileMask, row: Any, column: Any, blocks: tuple[Any, Any], seen: Any
-) -> tuple[mod_functions.Elements | None, tuple[Any, ...]]:
-    """Returns where the elements of a tile stand, if a score reads it, and the arrays that it reads."""
-    if options.score_mod is None:
-        return None, ()
-    assert given.places is not None  # prepared with the function
-    batch, head, args = given.places
-    position = visibility.positions(given, row, column, blocks, batch.ndim)
-    return mod_functions.Elements(batch, head, *position, seen), args
+def _swapped(shares):
+    """Turns those of keys and values from the layout of tiles, `[..., K, S, H]`, to the caller's, or back."""
+    swap = lambda name, x: moved(x, -2, -3) if name in ("key", "value") else x
+    return {name: swap(name, x) for name, x in shares.items()}
+
+
+def _share(w, rows, old, row, column, *, mixed):
+    """Computes what a tile gives to each sum named in `old`; keys and values are `_swapped`."""
+    # The tile's operands; its elements lie transposed, [..., K, S, G, T].
+    block = w.tile(row, column, mixed).transposed()
+    dout, lse, rounding, delta = rows.map(lambda x, axis: w.rows(x, row, axis))
+    lse, rounding, delta = (x[..., None, :, :] for x in (lse, rounding, delta))
+
+    # The probabilities again, from logits formed as in the forward and the row's lse.
+    logits, of = block.logits(scaled_product(block, block.q, block.k))  # (1)
+    p = jnp.exp((logits - lse) - rounding)  # (2)
+
+    # What they give to the gradients, in the layout of the sums; arrays that no score reads get nothing.
+    dout = dout.astype(block.v.dtype)
+    dp = block.through_values(dout) if old.keys() != {"value"} else None
+    apart = w.mask.places is not None and mod_functions.may_lie_apart(w.mask.places, w.q)
+    share = block.gradients(old, p, dout, dp, delta, of, apart)
+    if "mod_args" in old and "mod_args" not in share:
+        share["mod_args"] = jax.tree.map(jnp.zeros_like, old["mod_args"])
+    if "bias" in old:
+        share["bias"] = reduce_to(share["bias"], old["bias"].shape)
+    if "query" in old:
+        share["query"] = layout.merge_heads(share["query"])
+    return share
+
+
+# Which tiles are visited.
 
 
 class Visits(NamedTuple):

@@ -43,7 +43,7 @@ one: a strip that is too wide is never wrong, and segments need not be sorted.
 * Arrays stay in the caller's layout: what cuts a strip out of them brings its heads to the front, too, and
   zeroes what no one sees, in the one pass that it takes anyway.
 
-What one strip computes: `strip_products.py`.
+What one strip computes: `portable/strip_products.py`.
 """
 
 import math
@@ -62,11 +62,11 @@ from jax_attn_bwd._core.numerics import accumulator_dtype, any_of_batch, reduce_
 from jax_attn_bwd._core.pallas import on_local_shards, vary_alike
 from jax_attn_bwd._core.sharding import explicit_spec, full_like_operands, match_type, varying
 from jax_attn_bwd.ops.dot_product import layout, row_terms, visibility
+from jax_attn_bwd.ops.dot_product.clean_operands import unpoisoned
 from jax_attn_bwd.ops.dot_product.layout import Parts, put_part, take_part
 from jax_attn_bwd.ops.dot_product.mask import AXES, Mask
 from jax_attn_bwd.ops.dot_product.plan import SLICE_LOGITS, Plan, Strips, count, slices_of
-from jax_attn_bwd.ops.dot_product.spec import Operands, Options, Result, Wanted
-from jax_attn_bwd.ops.dot_product.strip_products import (
+from jax_attn_bwd.ops.dot_product.portable.strip_products import (
     after,
     attended,
     flat,
@@ -75,7 +75,8 @@ from jax_attn_bwd.ops.dot_product.strip_products import (
     over_heads,
     shares,
 )
-from jax_attn_bwd.ops.dot_product.tiles import static_pairs, unpoisoned
+from jax_attn_bwd.ops.dot_product.portable.tiles import static_pairs
+from jax_attn_bwd.ops.dot_product.spec import Operands, Options, Result, Wanted
 from jax_attn_bwd.ops.dot_product.visibility import TileMask, Tokens
 
 

@@ -1,0 +1,1 @@
+"""The portable ways of computing dense attention, named as in the table of `plan.py`."""
