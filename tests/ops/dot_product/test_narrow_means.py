@@ -79,12 +79,12 @@ def compare(form, dtype):
 
 
 def test_what_is_saved_on_a_cpu_and_elsewhere(monkeypatch):
-    """What rounding takes from the output, on a CPU; for a GPU the output alone."""
+    """The output before it is rounded, too, on a CPU; for a GPU the rounded one alone."""
     x = jnp.ones((1, 64, 2, 8), jnp.bfloat16)
-    for platform, narrow in (("cpu", 5), ("gpu", 4)):
+    for platform, wide in (("cpu", 1), ("gpu", 0)):
         monkeypatch.setattr(targets, "platform", lambda platform=platform: platform)
         jax.clear_caches()
         shapes = jax.eval_shape(lambda x: jax.vjp(lambda *a: dot_product_attention(*a), x, x, x)[1], x)
-        of_heads = [y for y in saved_arrays(shapes) if y.ndim == 4 and y.dtype == x.dtype]
-        assert len(of_heads) == narrow
+        of_heads = [str(y.dtype) for y in saved_arrays(shapes) if y.ndim == 4]
+        assert sorted(of_heads) == [*["bfloat16"] * 4, *["float32"] * wide]
     jax.clear_caches()
