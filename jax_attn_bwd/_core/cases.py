@@ -1,6 +1,7 @@
-"""Describes an operator to tests, `check` and benchmarks: named inputs, and how to call it.
+"""Describes an operator to `check` and to tests: named inputs, and how to call it.
 
-`ops/<operator>/cases.py` holds `OPERATORS`, a tuple of `Operator`; `ops.discover()` finds them.
+`ops/<operator>/cases.py` holds `OPERATORS`, a tuple of `Operator`; `ops.discover()` finds them. Their
+cases are those that `check` reads; `tests/cases` adds others.
 """
 
 import math
@@ -26,18 +27,10 @@ class Case:
       name: unique among the operator's cases of a tag.
       build: `rng -> {argument: array}`; floating arrays are float64.
       options: the static arguments.
-      tags: "ci" for every test; "check" also for `jax_attn_bwd.check`; "edge" degenerate shapes; "second"
-        small enough for hessians; "rounded" where the outputs are too coarse for a plain backward; "shard"
-        divisible by 4 in batch and heads, "bounds" too if its tile bounds differ from shard to shard. Where a
-        GPU is at hand, "large" has many tiles, none of them whole, "any_order" those of the backward that
-        `deterministic_sums=False` allows, "repeat" and "poison" are run again for their bits, and with NaN
-        where no one looks. "bench" is measured on a CPU, "quick" small enough to try that, "bench_gpu" on a
-        GPU, "timed" by `check --enable`; "scaling" is one case at many sizes, named `series: letter=size`,
-        "quick_scaling" at two small ones. "kernel" is for kernels alone, "cudnn" for that one, "wide" too,
-        where what takes long is run. "means" is compared in narrow dtypes alone, see `means`.
-        "compile" is compiled for chips that are not there, by every implementation; "xla", "mosaic_gpu" or
-        the name of a TPU, by that one; "A100" and "B200" for these by kernels that are not Hopper's alone;
-        with "table" the kernels are compiled for the pages of `tests/bench/results`, not in every run.
+      tags: who reads it. `jax_attn_bwd.check` reads "check", and on a CPU "means", those that are compared in
+        narrow dtypes alone; see `means`. On the chip at hand `check --enable` reads "large" (many tiles, none
+        of them whole), "poison" (which is run again with NaN where no one looks), "any_order" (what
+        `deterministic_sums=False` allows), and "timed". `tests/cases` names the others.
       dtype: of the floating arrays where a case is measured or compiled.
       dtypes: of arguments that have one of their own, whatever the others have.
       means: what is added to every entry of an argument, or of the cotangent of an output. Numbers without a

@@ -3,12 +3,12 @@
 `api` the public functions, and the rules that `_core/operation.py` makes a custom_vjp of; `arguments` their
 checks; `spec` options, operands and residuals; `reference` the definition; `plan` what is decided once for a
 call; `forward`, `backward` and `tangent` the portable implementation, derivations first; `kernels` those of
-chips; `cases` the named inputs that tests, `check` and benchmarks read.
+chips; `cases` the named inputs that `check` reads.
 
 A new operator is such a folder. `check` and the contract find it by its `cases`; its names stand in
 `jax_attn_bwd/__init__.py`, a row that times it in `tests/bench/operators.py`, its page in
-`.docs/pages/operators` and the list of `mkdocs.yml`; cases that tests alone read in `tests/cases`, its own
-tests in `tests/ops`.
+`.docs/pages/operators` and the list of `mkdocs.yml`; all other cases in `tests/cases`, its own tests in
+`tests/ops`.
 
 Dense attention has more ideas: `mask` who sees whom, `visibility` how that is read, `mod_functions` masks and
 scores as functions; `plan` the ways of computing, of which `portable` has a file each: the `plane` at once,

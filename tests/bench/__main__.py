@@ -18,6 +18,7 @@ from typing import Any
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch shares the GPU
 
 import jax
+from cases import discover
 
 import bench
 from bench import compiling, mods, operators, plots, programs, report
@@ -25,7 +26,6 @@ from bench.measure import Workload, measure
 from bench.race import rules
 from bench.race.program import DRAWN
 from bench.race.run import Race, run
-from jax_attn_bwd import ops
 from jax_attn_bwd._core import console
 
 # what is measured under names of its own, not by an operator's cases
@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
     Or compares two such files: the exit code is 1 where something became slower or larger.
     """
     # what the command line says, and what does not go together
-    measured = sorted({operator.folder for operator in ops.discover() if operator.name in operators.MEASURED})
+    measured = sorted({operator.folder for operator in discover() if operator.name in operators.MEASURED})
     parser = argparse.ArgumentParser(prog="python -m tests.bench", description=bench.__doc__)
     parser.add_argument("operator", nargs="?", choices=[*measured, *NAMED, "race"])
     files = ("OLD.json", "NEW.json")

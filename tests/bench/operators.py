@@ -22,6 +22,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from cases import discover
+from cases.graph import gat, gatv2, transformer
 
 from bench import peers, plain
 from bench.measure import TOLERANCES, Contender, Workload, compiled_contender, inputs, step, tag
@@ -36,7 +38,6 @@ from jax_attn_bwd import (
     graph_transformer_attention,
     multi_head_attention,
     multi_scale_deformable_attention,
-    ops,
     scaled_masked_softmax,
 )
 from jax_attn_bwd._core.cases import Case
@@ -46,12 +47,11 @@ from jax_attn_bwd.ops.dot_product.arguments import prepare
 from jax_attn_bwd.ops.dot_product.plan import Materialized, count
 from jax_attn_bwd.ops.dot_product.portable import tiles
 from jax_attn_bwd.ops.dot_product.spec import DotProductAttentionKeywords
-from jax_attn_bwd.ops.graph import cases as graph_cases
 
 
 def workloads(name: str, quick: bool, scaling: bool = False) -> Iterator[Workload]:
     """Builds what is measured of an operator, one at a time; `scaling` is one case at many sizes."""
-    for operator in ops.discover():
+    for operator in discover():
         make = MEASURED.get(operator.name)
         if make is None or name != operator.folder:
             continue
@@ -267,9 +267,12 @@ def _linear(
     yield Workload(workload, [*peers.ours(call, step, *args), *found], refused=refused)
 
 
+_GRAPHS = {"graph_attention": gat, "graph_attention_v2": gatv2, "graph_transformer_attention": transformer}
+
+
 def _tolokers(operator: str, left_out: bool) -> tuple[Case, ...]:
     """Returns the graph of the file, where one is named, as a case of a graph operator."""
-    path, make = os.environ.get("JAX_ATTN_BWD_TOLOKERS"), graph_cases.MAKERS.get(operator)
+    path, make = os.environ.get("JAX_ATTN_BWD_TOLOKERS"), _GRAPHS.get(operator)
     if left_out or not path or make is None:
         return ()
     with np.load(path) as file:

@@ -1,7 +1,17 @@
-"""The operators with every case: those of the package, and those that tests and full compilation alone read.
+"""The operators with every case: those of the package, and those that tests and benchmarks alone read.
 
 The modules here, named like the operators' folders, hold the latter: `CASES`, `{operator: cases}`; and what
 tests alone ask of an operator: `TRAITS`, `{operator: fields of Tested}`.
+
+Tags beside those of `Case`: "ci" for every test; "edge" degenerate shapes; "hidden" where much is hidden;
+"second" small enough for hessians; "rounded" where the outputs are too coarse for a plain backward; "shard"
+divisible by 4 in batch and heads, "bounds" too if its tile bounds differ from shard to shard; "repeat" is run
+again for its bits where a GPU is at hand. "bench" is measured on a CPU, "quick" small enough to try that,
+"bench_gpu" on a GPU; "scaling" is one case at many sizes, named `series: letter=size`, "quick_scaling" at two
+small ones. "kernel" is for kernels alone, "cudnn" for that one, "wide" too, where what takes long is run.
+"compile" is compiled for chips that are not there, by every implementation; "xla", "mosaic_gpu" or the name
+of a TPU, by that one; "A100" and "B200" for these by kernels that are not Hopper's alone; with "table" the
+kernels are compiled for the pages of `tests/bench/results`, not in every run.
 """
 
 import importlib

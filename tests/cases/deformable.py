@@ -1,9 +1,9 @@
-"""Cases of multi-scale deformable attention that tests and full compilation alone read."""
+"""Cases of multi-scale deformable attention that tests, benchmarks and full compilation alone read."""
 
 import numpy as np
 
 from jax_attn_bwd.ops.deformable import api
-from jax_attn_bwd.ops.deformable.cases import around, case
+from jax_attn_bwd.ops.deformable.cases import SQUARE, around, case, detector
 
 _COMPILED = ("mosaic_gpu", "A100", "B200")
 _SMALL = dict(B=1, Q=2, M=2, D=3, levels=((3, 2), (1, 2)), points=1)
@@ -15,6 +15,14 @@ def _far(rng, arrays):
     at[0, 0], at[0, 1], at[0, 2], at[1, 0, 0] = np.nan, np.inf, -np.inf, 1e30
     at[1, 1] = rng.uniform(-10, 10, at[1, 1].shape)
     return {"sampling_locations": at}
+
+
+def _measured():
+    yield detector("encoder, B1, Q=60", 1, None, ((8, 6), (4, 3)), ("quick",))
+    yield detector("decoder, B1, Q=30", 1, 30, ((8, 6), (4, 3)), ("quick",))
+    for Q in (32, 64, 256, 1024, 4096, 16384, 65536):
+        tags = ("scaling",) if Q >= 256 else ("quick_scaling",)
+        yield detector(f"decoder, 5440 pixels: Q={Q}", 1, Q, SQUARE, tags)
 
 
 CASES = {
@@ -54,6 +62,7 @@ CASES = {
             dtype="float32",
             extra=around(_DETR, True),
         ),
+        *_measured(),
     )
 }
 

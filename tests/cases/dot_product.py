@@ -1,14 +1,16 @@
-"""Cases of dense attention that tests alone read; `dot_product_mods.py` has those with functions."""
+"""Cases of dense attention that tests and benchmarks read; those with functions are in `dot_product_mods`."""
 
 import itertools
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from cases import infinite_bias
 from jax_attn_bwd import dot_product_attention_bwd
-from jax_attn_bwd._core.cases import bias, both, mask, positions, segments, sink
-from jax_attn_bwd.ops.dot_product.cases import KEY, LENGTHS, MOD_ARGS, OPERATORS, case, with_mod_args
+from jax_attn_bwd._core.cases import Case, bias, both, mask, positions, segments, sink
+from jax_attn_bwd.ops.dot_product.cases import KEY, LENGTHS, MOD_ARGS, OPERATORS, case, large, with_mod_args
 
 _SECOND: dict[str, Any] = dict(B=(1,), T=3, S=4, N=2, K=1, H=2, Hv=3)
 _SHARD: dict[str, Any] = dict(B=(4,), T=6, S=10, N=8, K=4)
@@ -83,6 +85,33 @@ _HIDING: tuple[tuple[str, Any, dict[str, Any]], ...] = (
     ("hidden_dropout", both(LENGTHS, sink(4), KEY), {"dropout_rate": 0.4, "is_causal": True}),
 )
 
+
+def _measured() -> Iterator[Case]:
+    """Yields float32 for a CPU; for a GPU 16k tokens and a model width of 2048, then what is special."""
+    # On a CPU.
+    cpu = partial(large, B=1, N=8, H=64, dtype="float32")
+    for T, tags in ((256, ("quick",)), (2048, ("bench",)), (4096, ("bench",))):
+        yield cpu(f"T=S={T} full", tags, T=T)
+        yield cpu(f"T=S={T} causal", tags, T=T, is_causal=True)
+    for T, window, tags in ((512, 64, ("quick",)), (4096, 256, ("bench",)), (8192, 256, ("bench",))):
+        yield cpu(f"T=S={T} window {window}", tags, T=T, is_causal=True, local_window_size=(window, 0))
+    yield cpu("T=S=32768 causal, memory only", ("bench",), T=32768, is_causal=True)
+    for T in (256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536):
+        tags = ("scaling",) if T >= 1024 else ("quick_scaling",)
+        for series, options in (("causal", {}), ("causal, window 1024", {"local_window_size": (1024, 0)})):
+            yield cpu(f"{series}: T={T}", tags, N=1, T=T, is_causal=True, **options)
+
+    # On a GPU.
+    gpu = partial(large, tags=("bench_gpu",), T=8192)
+    for H, N in ((128, 16), (64, 32), (256, 8)):
+        yield gpu(f"H={H} B=2 T=8192 N={N} full", N=N, H=H)
+        yield gpu(f"H={H} B=2 T=8192 N={N} causal", N=N, H=H, is_causal=True)
+    yield gpu("H=128 B=2 T=8192 N=16 causal, any order", is_causal=True, deterministic_sums=False)
+    name, causal = "H=64 B=1 T=16384 N=32 causal window 1024", {"is_causal": True}
+    yield gpu(name, B=1, T=16384, N=32, H=64, **causal, local_window_size=(1024, 0))
+    yield gpu("H=128 B=1 T=32768 N=16 causal", B=1, T=32768, is_causal=True)
+
+
 CASES = {
     "dot_product_attention": (
         case("causal", is_causal=True),
@@ -144,6 +173,8 @@ CASES = {
             extra=lambda rng, n: {"key_value_seq_lengths": np.array([3, 0, 10, 7], np.int32)},
         ),
         case("shard_segments", **_SHARD, tags=("shard", "bounds"), extra=segments()),
+        large("many blocks", ("repeat",), B=8, T=2051, K=4, is_causal=True),
+        *_measured(),
     )
 }
 

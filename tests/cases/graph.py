@@ -1,4 +1,4 @@
-"""Cases of the graph operators that tests and full compilation alone read."""
+"""Cases of the graph operators that tests, benchmarks and full compilation alone read."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -69,6 +69,16 @@ def _compiled(make: Callable[..., Case], *extra: str) -> Iterator[Case]:
         yield compiled(f"compiled {H} x {D} everything", H=H, D=D, tags=tags, **everything)
 
 
+def _measured(make: Callable[..., Case]) -> Iterator[Case]:
+    measured = partial(make, H=8, D=16, dtype="float32")
+    graph = partial(graph_of, 400, 400, 3000)
+    yield measured("random 400 nodes, 3000 edges, 8 x 16", graph=graph, tags=("quick",))
+    for edges in (1000, 2000, 2**14, 2**16, 2**18, 2**20):
+        graph = partial(graph_of, edges // 16, edges // 16, edges)
+        tags = ("scaling",) if edges > 2000 else ("quick_scaling",)
+        yield measured(f"16 edges a node, 8 x 16: E={edges}", graph=graph, tags=tags)
+
+
 _REDUCTION = (
     data("further_axes_padded", rest=(2, 3), graph=PADDED),
     data("no_further_axis", rest=(), tags=("edge",)),
@@ -92,6 +102,7 @@ CASES = {
         gat("batches_shared_dst", batch=(2, 3), shared=("dst",), extra=("dropout_mask",), tags=("edge",)),
         gat("second_edge", **SMALL, extra=("edge",), activation="tanh"),
         gat("second_dropout", **SMALL, extra=("dropout_mask",), concat_heads=False),
+        *_measured(gat),
         *_compiled(gat),
     ),
     "graph_attention_v2": (
@@ -101,6 +112,7 @@ CASES = {
         gatv2("batch_shared_edge", batch=(3,), shared=("edge",), extra=("edge",), tags=("edge",)),
         gatv2("shard_batch", batch=(4,), **SHARD),
         gatv2("shard", **SHARD),
+        *_measured(gatv2),
         *_compiled(gatv2),
     ),
     "graph_transformer_attention": (
@@ -132,6 +144,7 @@ CASES = {
         transformer("shard_batch", batch=(4,), **SHARD),
         transformer("shard", **SHARD),
         transformer("shard_grouped", H=16, K=8, D=4, Dv=2, tags=("shard",)),
+        *_measured(transformer),
         *_compiled(transformer, "score_bias"),
     ),
     "edge_softmax": (

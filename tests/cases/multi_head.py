@@ -1,4 +1,4 @@
-"""Cases of the multi-head attention layer that tests alone read."""
+"""Cases of the multi-head attention layer that tests and benchmarks alone read."""
 
 from typing import Any
 
@@ -32,7 +32,26 @@ _SHARD = dict(B=(4,), N=8, K=4)
 _EDGE: dict[str, Any] = dict(tags=("edge",))
 _MASK = mods.sliding_window(3) | mods.global_tokens(1)
 
+
+def _measured():
+    """Self-attention; B, T, width, heads."""
+    for B, T, E, N, tag, dtype in (
+        (2, 32, 32, 4, "quick", "float32"),
+        (4, 512, 512, 8, "bench", "float32"),
+        (1, 2048, 512, 8, "bench", "float32"),
+        (4, 4096, 2048, 16, "bench_gpu", "bfloat16"),
+    ):
+        widths = dict.fromkeys(("Eq", "Ek", "Ev", "Eo"), E) | {"H": E // N, "Hv": E // N}
+        sizes = {"B": (B,), "T": T, "S": T, "N": N, "K": N, **widths}
+        yield case(f"B={B} T={T} E={E} N={N}", _SELF, sizes=sizes, tags=(tag,), dtype=dtype)
+    for T in (64, 128, 512, 1024, 2048, 4096, 8192, 16384):
+        sizes = dict(B=(1,), T=T, S=T, N=4, K=4, H=64, Hv=64, Eq=256, Ek=256, Ev=256, Eo=256)
+        tags = ("scaling",) if T >= 512 else ("quick_scaling",)
+        yield case(f"E=256, N=4: T={T}", _SELF, sizes=sizes, tags=tags, dtype="float32")
+
+
 _LAYER = (
+    case("plain"),
     case("self_residual", _SELF, sizes={**_SELF_SIZES, "Eo": 6}, is_causal=True, add_residual=True),
     case("weights", return_weights=True),
     case("key_is_value", ("query", "key", *KERNELS), sizes=dict(Ev=7), local_window_size=2, **_EDGE),
@@ -143,7 +162,7 @@ _LAYER = (
     ),
 )  # fmt: skip
 
-CASES = {"multi_head_attention": _LAYER}
+CASES = {"multi_head_attention": (*_LAYER, *_measured())}
 
 
 def _hidden(arrays, options):

@@ -1,10 +1,10 @@
-"""Cases of the scaled masked softmax that tests and full compilation alone read."""
+"""Cases of the scaled masked softmax that tests, benchmarks and full compilation alone read."""
 
 import numpy as np
 
 from jax_attn_bwd import scaled_masked_softmax_bwd
 from jax_attn_bwd._core.cases import both, mask, sink
-from jax_attn_bwd.ops.softmax.cases import case, normal, some_rows_masked
+from jax_attn_bwd.ops.softmax.cases import TIMED, case, normal, some_rows_masked
 
 
 def _infinite_bias(rng, n):
@@ -12,6 +12,20 @@ def _infinite_bias(rng, n):
     bias[rng.random(bias.shape) < 0.3] = -np.inf
     bias[1, 4] = -np.inf
     return {"bias": bias}
+
+
+def _measured():
+    for shape, tags in (((2, 2, 64, 64), ("quick",)), ((4, 8, 1024, 1024), ("bench",))):
+        for dtype in ("float32", "bfloat16"):
+            padding = mask(shape[0], 1, 1, shape[-1], keep=0.8)
+            name = f"{list(shape)} {dtype}"
+            yield case(name, shape, tags=tags, dtype=dtype, extra=padding, scale=0.125)
+    for width in (256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536):
+        tags = ("scaling",) if width >= 1024 else ("quick_scaling",)
+        padding = mask(1, width, keep=0.8)
+        yield case(f"256 rows: S={width}", (256, width), tags=tags, dtype="float32", extra=padding)
+    for shape in TIMED:
+        yield case(f"{list(shape)} float32", shape, tags=("bench_gpu",), dtype="float32")
 
 
 def _compiled():
@@ -46,6 +60,7 @@ def _compiled():
 
 CASES = {
     "scaled_masked_softmax": (
+        case("plain"),
         case("scale", scale=0.25),
         case("negative_scale", scale=-3.0),
         case("scale_zero", scale=0.0, extra=some_rows_masked),
@@ -105,6 +120,7 @@ CASES = {
         ),
         case("shard_broadcast_bias", (4, 8, 6, 10), tags=("shard",), extra=normal(bias=(1, 8, 6, 10))),
         case("shard_sink", (4, 8, 6, 10), tags=("shard",), extra=sink(8, 1)),
+        *_measured(),
         *_compiled(),
     )
 }

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import shapes
-from helpers import thorough
+from helpers import OPERATORS, thorough
 
 import jax_attn_bwd
 from jax_attn_bwd import check, ops
@@ -38,7 +38,7 @@ def only(monkeypatch):
     jax.config.update("jax_default_matmul_precision", precision)
 
 
-@pytest.mark.parametrize("operator", ops.discover(), ids=lambda operator: operator.name)
+@pytest.mark.parametrize("operator", OPERATORS, ids=lambda operator: operator.name)
 def test_the_definition_takes_every_case_that_a_chip_is_held_against(operator):
     """Where no chip is, nothing else hands it their options."""
     for case in operator.tagged("large", "any_order", "repeat", "poison", "timed"):

@@ -7,7 +7,7 @@ from jax_attn_bwd._core.cases import Case, Operator
 from jax_attn_bwd.ops.deformable import api, reference
 
 LEVELS = ((6, 4), (3, 5), (1, 1))  # not square: swapped axes show
-_SQUARE = ((64, 64), (32, 32), (16, 16), (8, 8))
+SQUARE = ((64, 64), (32, 32), (16, 16), (8, 8))
 
 
 def locations(rng, shape, levels, points, spread=1.5, method="bilinear"):
@@ -75,31 +75,14 @@ def around(levels, everywhere):
     return replaced
 
 
-def _measured():
-    """The encoder of a detector asks once for every pixel, around its own place; the decoder 300 times."""
-    coco = ((100, 134), (50, 67), (25, 34), (13, 17))
-    bench = ("bench", "bench_gpu")
-    for name, B, Q, levels, tags in (
-        ("encoder, B1, Q=60", 1, None, ((8, 6), (4, 3)), ("quick",)),
-        ("decoder, B1, Q=30", 1, 30, ((8, 6), (4, 3)), ("quick",)),
-        ("encoder, B1, Q=5440", 1, None, _SQUARE, (*bench, "timed")),
-        ("decoder, B1, Q=300", 1, 300, _SQUARE, (*bench, "timed")),
-        ("encoder, B2, 100x134 to 13x17", 2, None, coco, (*bench, "timed")),
-    ):
-        queries = Q or sum(h * w for h, w in levels)
-        sizes = {"B": B, "Q": queries, "M": 8, "D": 32, "levels": levels, "points": 4}
-        yield case(name, **sizes, tags=tags, dtype="float32", extra=around(levels, Q is None))
+def detector(name, B, Q, levels, tags):
+    """The encoder of a detector asks once for every pixel, around its own place; the decoder `Q` times."""
+    sizes = {"B": B, "Q": Q or sum(h * w for h, w in levels), "M": 8, "D": 32, "levels": levels, "points": 4}
+    return case(name, **sizes, tags=tags, dtype="float32", extra=around(levels, Q is None))
 
 
-def _scaling():
-    """A decoder that asks more and more often."""
-    for Q in (32, 64, 256, 1024, 4096, 16384, 65536):
-        sizes = {"B": 1, "Q": Q, "M": 8, "D": 32, "levels": _SQUARE, "points": 4}
-        tags = ("scaling",) if Q >= 256 else ("quick_scaling",)
-        name = f"decoder, 5440 pixels: Q={Q}"
-        yield case(name, **sizes, tags=tags, dtype="float32", extra=around(_SQUARE, False))
-
-
+_COCO = ((100, 134), (50, 67), (25, 34), (13, 17))
+_TIMED = ("bench", "bench_gpu", "timed")
 CASES = (
     case("plain", tags=("ci", "check", "compile")),
     case("border", padding_mode="border", tags=("ci", "check", "compile")),
@@ -119,8 +102,9 @@ CASES = (
         normalize="softmax",
         tags=("large",),
     ),
-    *_measured(),
-    *_scaling(),
+    detector("encoder, B1, Q=5440", 1, None, SQUARE, _TIMED),
+    detector("decoder, B1, Q=300", 1, 300, SQUARE, _TIMED),
+    detector("encoder, B2, 100x134 to 13x17", 2, None, _COCO, _TIMED),
 )
 
 

@@ -73,7 +73,7 @@ def partial_lengths(rng, n):
 
 
 def _large() -> Iterator[Case]:
-    """Yields many tiles, none of them whole: what only a GPU runs soon enough."""
+    """Yields many tiles, none of them whole, and sizes of training: what only a GPU runs soon enough."""
     tiled = partial(large, tags=("large",), T=1031, S=1543, N=4, K=2)
     again = partial(tiled, tags=("large", "repeat"))
     poison = partial(tiled, tags=("large", "repeat", "poison"))
@@ -93,7 +93,6 @@ def _large() -> Iterator[Case]:
     yield tiled("large bias", H=64, extra=(draw.bias(1, 4, 1031, 1543),), **causal)
     yield tiled("large dropout", H=64, extra=(KEY,), dropout_rate=0.2)
     yield tiled("large T=40", T=40, S=2083, N=16)
-    yield large("many blocks", ("repeat",), B=8, T=2051, K=4, **causal)
     fused = partial(tiled, tags=("any_order",), deterministic_sums=False)
     yield fused("any order H=64", H=64, **causal)
     yield fused("any order H=128", N=8, **causal)
@@ -101,32 +100,6 @@ def _large() -> Iterator[Case]:
     yield fused("any order lengths", extra=(partial_lengths,), **causal)
     yield fused("any order grouped heads", H=64, N=16)
     yield fused("any order odd T", T=797, S=1021, K=4, local_window_size=(150, 90))
-
-
-def _measured() -> Iterator[Case]:
-    """Yields float32 for a CPU; for a GPU 16k tokens and a model width of 2048, then what is special."""
-    # On a CPU.
-    cpu = partial(large, B=1, N=8, H=64, dtype="float32")
-    for T, tags in ((256, ("quick",)), (2048, ("bench",)), (4096, ("bench",))):
-        yield cpu(f"T=S={T} full", tags, T=T)
-        yield cpu(f"T=S={T} causal", tags, T=T, is_causal=True)
-    for T, window, tags in ((512, 64, ("quick",)), (4096, 256, ("bench",)), (8192, 256, ("bench",))):
-        yield cpu(f"T=S={T} window {window}", tags, T=T, is_causal=True, local_window_size=(window, 0))
-    yield cpu("T=S=32768 causal, memory only", ("bench",), T=32768, is_causal=True)
-    for T in (256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536):
-        tags = ("scaling",) if T >= 1024 else ("quick_scaling",)
-        for series, options in (("causal", {}), ("causal, window 1024", {"local_window_size": (1024, 0)})):
-            yield cpu(f"{series}: T={T}", tags, N=1, T=T, is_causal=True, **options)
-
-    # On a GPU.
-    gpu = partial(large, tags=("bench_gpu",), T=8192)
-    for H, N in ((128, 16), (64, 32), (256, 8)):
-        yield gpu(f"H={H} B=2 T=8192 N={N} full", N=N, H=H)
-        yield gpu(f"H={H} B=2 T=8192 N={N} causal", N=N, H=H, is_causal=True)
-    yield gpu("H=128 B=2 T=8192 N=16 causal, any order", is_causal=True, deterministic_sums=False)
-    name, causal = "H=64 B=1 T=16384 N=32 causal window 1024", {"is_causal": True}
-    yield gpu(name, B=1, T=16384, N=32, H=64, **causal, local_window_size=(1024, 0))
-    yield gpu("H=128 B=1 T=32768 N=16 causal", B=1, T=32768, is_causal=True)
     for B, T in ((32, 256), (8, 1024), (4, 4096), (1, 16384)):
         yield large(f"H=128 B={B} T={T} N=16 causal", ("timed",), B=B, T=T, is_causal=True)
 
@@ -153,7 +126,6 @@ CASES = (
     case("mod_alibi", score_mod=mods.alibi, is_causal=True, extra=args(slopes), tags=("hidden", "check")),
     case("means", B=(1,), T=400, S=400, N=16, K=8, Hv=8, means={"value": 3.0}, tags=("means",)),
     *_large(),
-    *_measured(),
 )
 MOD_ARGS = tuple(f"{PREFIX}{i}" for i in range(3))
 

@@ -161,16 +161,12 @@ def _of_kernels(
         yield make(f"{H} x {D}", H=H, D=D, tags=("wide", "large"), **options)
 
 
-def _measured(make: Callable[..., Case]) -> Iterator[Case]:
-    for nodes, edges, tags in ((400, 3000, ("quick",)), (40_000, 500_000, ("bench", "bench_gpu", "timed"))):
-        name = f"random {nodes} nodes, {edges} edges, 8 x 16"
-        graph = partial(graph_of, nodes, nodes, edges)
-        yield make(name, graph=graph, H=8, D=16, tags=tags, dtype="float32")
-    for edges in (1000, 2000, 2**14, 2**16, 2**18, 2**20):
-        graph = partial(graph_of, edges // 16, edges // 16, edges)
-        scaling = "scaling" if edges > 2000 else "quick_scaling"
-        timed = (scaling, "timed") if edges == 2**14 else (scaling,)
-        yield make(f"16 edges a node, 8 x 16: E={edges}", graph=graph, H=8, D=16, tags=timed, dtype="float32")
+def _timed(make: Callable[..., Case]) -> Iterator[Case]:
+    sizes: dict[str, Any] = {"H": 8, "D": 16, "dtype": "float32"}
+    graph, tags = partial(graph_of, 40_000, 40_000, 500_000), ("bench", "bench_gpu", "timed")
+    yield make("random 40000 nodes, 500000 edges, 8 x 16", graph=graph, tags=tags, **sizes)
+    graph = partial(graph_of, 1024, 1024, 2**14)
+    yield make("16 edges a node, 8 x 16: E=16384", graph=graph, tags=("timed",), **sizes)
 
 
 def scores(name, *, spread=1.0, **arguments) -> Case:
@@ -206,7 +202,7 @@ GAT_CASES = (
         narrow="kernel",
     ),
     gat("means", means={"src": 3.0}, **WITH_MEANS),
-    *_measured(gat),
+    *_timed(gat),
 )
 GATV2_CASES = (
     gatv2("plain", tags=COMPILED),
@@ -229,7 +225,7 @@ GATV2_CASES = (
         },
     ),
     gatv2("means", means={"src": 3.0}, **WITH_MEANS),
-    *_measured(gatv2),
+    *_timed(gatv2),
 )
 TRANSFORMER_CASES = (
     transformer("plain", tags=COMPILED),
@@ -254,13 +250,10 @@ TRANSFORMER_CASES = (
         },
     ),
     transformer("means", means={"value": 3.0}, **WITH_MEANS),
-    *_measured(transformer),
+    *_timed(transformer),
 )
 SOFTMAX_CASES = (scores("plain", tags=COMPILED), scores("means", means={"weights": 3.0}, **WITH_MEANS))
-
-
 REDUCTION_CASES = (data("plain", tags=COMPILED), data("means", means={"edge": 3.0}, **WITH_MEANS))
-MAKERS = {"graph_attention": gat, "graph_attention_v2": gatv2, "graph_transformer_attention": transformer}
 
 
 def with_heads(arguments):

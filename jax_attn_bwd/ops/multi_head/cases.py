@@ -62,25 +62,7 @@ KEY = draw.dropout_key(3, 5)
 LENGTHS = draw.lengths((0, 2), (3, None))  # an entry without keys
 _PLANES = draw.both(draw.mask(2, 1, 5, 7), draw.bias(4, 5, 7, spread=3.0), KEY)
 ALL = (*INPUTS, *KERNELS, *BIASES, *ROWS, "sink")
-_SELF = ("query", *KERNELS, *BIASES)
 DROPS: dict[str, Any] = dict(dropout_rate=0.4, out_dropout_rate=0.3)
-
-
-def _measured():
-    """Self-attention; B, T, width, heads."""
-    for B, T, E, N, tag, dtype in (
-        (2, 32, 32, 4, "quick", "float32"),
-        (4, 512, 512, 8, "bench", "float32"),
-        (1, 2048, 512, 8, "bench", "float32"),
-        (4, 4096, 2048, 16, "bench_gpu", "bfloat16"),
-    ):
-        widths = dict.fromkeys(("Eq", "Ek", "Ev", "Eo"), E) | {"H": E // N, "Hv": E // N}
-        sizes = {"B": (B,), "T": T, "S": T, "N": N, "K": N, **widths}
-        yield case(f"B={B} T={T} E={E} N={N}", _SELF, sizes=sizes, tags=(tag,), dtype=dtype)
-    for T in (64, 128, 512, 1024, 2048, 4096, 8192, 16384):
-        sizes = dict(B=(1,), T=T, S=T, N=4, K=4, H=64, Hv=64, Eq=256, Ek=256, Ev=256, Eo=256)
-        tags = ("scaling",) if T >= 512 else ("quick_scaling",)
-        yield case(f"E=256, N=4: T={T}", _SELF, sizes=sizes, tags=tags, dtype="float32")
 
 
 # Queries, keys and values are rounded between the projections and attention. Of the error of the gradient of
@@ -88,7 +70,6 @@ def _measured():
 _OF_HEADS = {"key": 10, "key_kernel": 4, "key_bias": 5, "query_kernel": 4, "value": 4}
 
 CASES = (
-    case("plain"),
     case(
         "tiles", (*INPUTS, *KERNELS, *ROWS), sizes=dict(B=(1,), T=300, S=600, N=2, K=1),
         is_causal=True, tags=("ci", "check", "compile"),
@@ -114,7 +95,6 @@ CASES = (
         "means", (*INPUTS, *KERNELS, *BIASES, *ROWS), sizes=dict(T=70, S=90, H=8, Hv=8), is_causal=True,
         means={"value_bias": 3.0}, tags=("means",), times=_OF_HEADS,
     ),
-    *_measured(),
 )  # fmt: skip
 
 

@@ -50,26 +50,8 @@ def _large():
     yield case("large causal", plane, tags=(*one, "poison"), is_causal=True, scale=0.125)
 
 
-def _measured():
-    for shape, tags in (((2, 2, 64, 64), ("quick",)), ((4, 8, 1024, 1024), ("bench",))):
-        for dtype in ("float32", "bfloat16"):
-            padding = mask(shape[0], 1, 1, shape[-1], keep=0.8)
-            name = f"{list(shape)} {dtype}"
-            yield case(name, shape, tags=tags, dtype=dtype, extra=padding, scale=0.125)
-    for width in (256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536):
-        tags = ("scaling",) if width >= 1024 else ("quick_scaling",)
-        padding = mask(1, width, keep=0.8)
-        yield case(f"256 rows: S={width}", (256, width), tags=tags, dtype="float32", extra=padding)
-    for width in (1024, 8192, 131072):
-        for dtype in ("float32", "bfloat16"):
-            shape, timed = (2**27 // width, width), ("timed",) if dtype == "bfloat16" else ()
-            yield case(f"{list(shape)} {dtype}", shape, tags=("bench_gpu", *timed), dtype=dtype)
-    for shape in ((4096, 1024), (512, 32768)):
-        yield case(f"{list(shape)} bfloat16", shape, tags=("timed",), dtype="bfloat16")
-
-
+TIMED = tuple((2**27 // width, width) for width in (1024, 8192, 131072))
 CASES = (
-    case("plain"),
     case("mask_rows", extra=some_rows_masked, scale=0.5, tags=("ci", "check")),
     case("bias_heads", extra=both(normal(bias=(1, 3, 9, 13)), some_rows_masked), tags=("ci", "check")),
     case("scale_array", extra=both(normal(scale=(3, 1, 1)), some_rows_masked), tags=("ci", "check")),
@@ -87,7 +69,8 @@ CASES = (
         tags=("means",),
     ),
     *_large(),
-    *_measured(),
+    *(case(f"{list(shape)} bfloat16", shape, tags=("bench_gpu", "timed")) for shape in TIMED),
+    *(case(f"{list(shape)} bfloat16", shape, tags=("timed",)) for shape in ((4096, 1024), (512, 32768))),
 )
 
 
