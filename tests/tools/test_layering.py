@@ -253,6 +253,14 @@ def test_what_is_not_differentiated_is_let_through(source):
     assert derivatives(source) == set()
 
 
+def test_arguments_are_handed_on_by_name():
+    """What finds references to an argument finds its way to the plan; the locals of layers are counted."""
+    found = {str(path): (ROOT / path).read_text().count("locals()") for path in MODULES}
+    assert sum(found.values()) <= 25
+    assert not [p for p, n in found.items() if n and p.split("/")[0] not in ("layers", "compat")]
+    assert not found["layers/attention_fn.py"]
+
+
 def test_public_names_are_the_operators_exports():
     exported = set(dir(jax_attn_bwd))
     for operator in OPERATORS:
