@@ -1,12 +1,12 @@
 """Backward of linear attention: derivation, then the portable code.
 
 The letters and equations (1) to (6) are those of `decays.py`, `matrix.py` and `forward.py`. From dO and the
-cotangent dS1 of the state behind a chunk, for one chunk after the other, the last first:
+cotangent dS1 of the state behind a chunk, the stage `states`: one chunk after the other, the last first:
 
     dU = P^T dO + K~ dS1                                             from (6)           (7)
     dR = M^T dU,   dS0 = Q^^T dO + exp(c_C) dS1 - K^^T (b dR)        from (5), (6)      (8)
 
-with R = b (V - K^ S0), so U = M R; without a delta rule dS0 has no third term. All else side by side:
+with R = b (V - K^ S0), so U = M R; without a delta rule dS0 has no third term. All chunks side by side:
 
     dP_ij = <dO_i, U_j>,   dA_ij = - <dR_i, U_j>                     from (5), (6)      (9)
     dQ^ = dO S0^T,   dK^ = - (b dR) S0^T,   dK~ = U dS1^T                              (10)
@@ -54,7 +54,7 @@ from jax_attn_bwd.ops.linear_attention.forward import (
     inside,
     merged_heads,
     split_heads,
-    through_chunks,
+    states,
     zero_state,
 )
 from jax_attn_bwd.ops.linear_attention.matrix import dot_of, row_sums, strictly_lower, transposed
@@ -87,9 +87,9 @@ def backward(
         tokens, dout = layout.of_group(plan, tokens, groups), layout.chunks(plan, dout, groups).astype(dtype)
         own = part(plan, tokens, dtype)
         within = inside(options, own)
-        _, states, u = through_chunks(options, own, within, state)
-        dstate, through = _through_states(options, own, within, dout, dstate)
-        found = _of_tokens(options, wanted, own, within, states, u, dout, through)
+        _, before, u = states(options, own, within, state)
+        dstate, through = _states(options, own, within, dout, dstate)
+        found = _of_tokens(options, wanted, own, within, before, u, dout, through)
         shapes = {name: getattr(tokens, name).shape for name in found}
         return dstate, {name: layout.rows(reduce_to(x, shapes[name])) for name, x in found.items()}
 
@@ -106,22 +106,22 @@ def backward(
 class Through(NamedTuple):
     """What (7) and (8) give of each chunk."""
 
-    dstate: jax.Array  # dS1
-    du: jax.Array
-    dr: Any  # of the delta rule, else None
+    dstate: jax.Array  # dS1, [H, Hv]
+    du: jax.Array  # [C, Hv]
+    dr: Any  # [C, Hv], of the delta rule, else None
 
 
-def _through_states(
+def _states(
     options: Options, own: Part, within: Inside, dout: jax.Array, dstate: jax.Array
 ) -> tuple[jax.Array, Through]:
-    """Computes (7) and (8) for the chunks of a group; returns dS0 of the first, too."""
+    """Computes (7) and (8) for the chunks of a group; returns dS0 of the first, `[..., H, Hv]`, too."""
     dot = dot_of(options)
     du, of_out = dot("ij,iv", within.reads, dout), within.from_start.transposed_times(dot, dout)
 
     def corrected(dstate, given):
         du, of_out, beta, within = given
         du = du + within.at_end.times(dot, dstate)
-        dr = dot("ij,iv", within.inverse, du)
+        dr = dot("ij,iv", within.solved, du)
         before = of_out + within.whole * dstate - within.at_start.transposed_times(dot, beta * dr)
         return before, Through(dstate, du, dr)
 
@@ -132,12 +132,23 @@ def _through_states(
     return before, Through(dstates, du + within.at_end.times(dot, dstates), None)
 
 
+class _OfRows(NamedTuple):
+    """What queries and keys get, `[m, ..., K, G, C, H]`; None = not asked.
+
+    Where channels share their decay, all that keys get of kkt is in `reader`: one product.
+    """
+
+    query: Any  # (12)
+    reader: Any  # (13); None without a delta rule, too
+    read: Any  # (14), without dP_ii
+
+
 def _of_tokens(
     options: Options,
     wanted: Collection[str],
     own: Part,
     within: Inside,
-    states: jax.Array,
+    before: jax.Array,
     u: jax.Array,
     dout: jax.Array,
     through: Through,
@@ -145,67 +156,105 @@ def _of_tokens(
     """Computes (9) to (18): the gradients in `wanted` of what is told of the tokens."""
     (query, key, value, beta, decays, query_factor, key_factor), dot = own, dot_of(options)
     normed, query = query, options.scale * query
-    dstate, du, dr = through
-    needs_decay, pairs = "log_decay" in wanted, decays.pairs
-    shared = pairs if isinstance(pairs, SharedDecays) else None
-    found = {"value": du}
 
-    # (9); what a token reads of its own would only cancel in (15)
-    dreads = dot("iv,jv", dout, u)
-    own_share = row_sums(dout * u) if shared is None else None
+    # solve and kkt: (9), (11)
+    found, dkkt = {"value": through.du}, None
     if options.is_delta:
-        db_dr = beta * dr
-        doverlaps = -jnp.where(strictly_lower(key), dot("iv,jv", dr, u), 0)
-        found["value"] = db_dr
-        if "beta" in wanted:  # (11)
-            rest = value - within.at_start.times(dot, states)
-            found["beta"] = row_sums(dr * rest) + row_sums(doverlaps * within.overlaps)
-        doverlaps = beta * doverlaps
+        found["value"] = beta * through.dr
+        da = -jnp.where(strictly_lower(key), dot("iv,jv", through.dr, u), 0)
+        dkkt = beta * da
+        if "beta" in wanted:
+            rest = value - within.at_start.times(dot, before)
+            found["beta"] = row_sums(through.dr * rest) + row_sums(da * within.kkt)
 
-    # (12)
-    dq: Any = None
-    dk: Any = None
-    drows: Any = None
-    if "query" in wanted or needs_decay:
-        dq_start = decays.from_start * dot("iv,hv", dout, states)
-        dq = dq_start + pairs.rows(dot, dreads, key)
-    # (13), (14)
-    if "key" in wanted or needs_decay:
-        dat_end = decays.to_end * dot("jv,hv", u, dstate)
-        dcolumns = dat_end + pairs.columns(dot, dreads, query)
-        if options.is_delta:
-            dk_start = decays.from_start * dot("iv,hv", db_dr, states)
-            if shared is not None:
-                drows = shared.both(dot, doverlaps, key) - dk_start
-            else:  # (15) takes them apart
-                dcolumns = dcolumns + pairs.columns(dot, doverlaps, key)
-                drows = pairs.rows(dot, doverlaps, key) - dk_start
-        dk = dcolumns if drows is None else dcolumns + drows
+    # inter and intra: (9), (10), (12) to (14); what a token reads of its own would only cancel in (15)
+    dreads = dot("iv,jv", dout, u)
+    own_share = None if isinstance(decays.pairs, SharedDecays) else row_sums(dout * u)
+    rows = frozenset(("query", "key") if "log_decay" in wanted else wanted)
+    of_states = _inter(options, rows, own, before, u, dout, through)
+    of_all = _intra(options, own, query, dreads, dkkt, of_states)
+
     # (15) to (17), or (18)
-    if needs_decay:
-        axis, end = key.ndim - 2, key * dat_end
-        passed = decays.whole * transposed(row_sums(states * dstate))
-        if shared is not None:
-            start, of_pairs = query * dq_start, dreads * within.reads
-            if options.is_delta:
-                start, of_pairs = start - key * dk_start, of_pairs + doverlaps * within.overlaps
-            start, end, passed = map(row_sums, (start, end, passed))
-            before = jnp.concatenate([jnp.zeros_like(end[..., :1, :]), end[..., :-1, :]], axis)
-            dg = lax.cumsum(start, axis, reverse=True) + lax.cumsum(before, axis)
-            dg = dg + across_token(of_pairs) + passed
+    if "log_decay" in wanted:
+        passed = decays.whole * transposed(row_sums(before * through.dstate))  # [C = 1, H]
+        if isinstance(decays.pairs, SharedDecays):
+            of_pairs = dreads * within.reads
+            of_pairs = of_pairs if dkkt is None else of_pairs + dkkt * within.kkt
+            dg = _of_shared_decays(query, key, of_states, of_pairs, passed)
         else:
-            dc = query * dq - key * dcolumns
-            dc = dc if drows is None else dc + key * drows
-            is_last = jnp.arange(dc.shape[-2])[:, None] == dc.shape[-2] - 1
-            dc = dc + jnp.where(to_rank(is_last, dc.ndim), end.sum(-2, keepdims=True) + passed, 0)
-            dg = lax.cumsum(dc, axis, reverse=True)
+            dg = _of_decays(query, key, of_all, key * of_states.read, passed)
         found["log_decay"] = jnp.where(decays.restarts, 0, dg)
 
     # all value heads of a key head, then through the scale and the norm
     if "query" in wanted:
-        dq = reduce_to(dq if own_share is None else dq + own_share * key, query.shape)
+        dq = reduce_to(_sum(of_all.query, None if own_share is None else own_share * key), query.shape)
         found["query"] = options.scale * unit_gradient(normed, query_factor, dq)
     if "key" in wanted:
-        dk = reduce_to(dk if own_share is None else dk + own_share * query, key.shape)
+        dk = _sum(of_all.read, of_all.reader)
+        dk = reduce_to(_sum(dk, None if own_share is None else own_share * query), key.shape)
         found["key"] = unit_gradient(key, key_factor, dk)
     return {name: x for name, x in found.items() if name in wanted}
+
+
+def _sum(x: jax.Array, y: jax.Array | None) -> jax.Array:
+    return x if y is None else x + y
+
+
+def _inter(
+    options: Options,
+    rows: frozenset[str],
+    own: Part,
+    before: jax.Array,
+    u: jax.Array,
+    dout: jax.Array,
+    through: Through,
+) -> _OfRows:
+    """Computes (10) with its factors of (12) to (14): what `rows` get through the states `[..., H, Hv]`."""
+    dot, decays, dq, reader, read = dot_of(options), own.decays, None, None, None
+    if "query" in rows:
+        dq = decays.from_start * dot("iv,hv", dout, before)
+    if "key" in rows:
+        read = decays.to_end * dot("jv,hv", u, through.dstate)
+        if options.is_delta:
+            reader = -decays.from_start * dot("iv,hv", own.beta * through.dr, before)
+    return _OfRows(dq, reader, read)
+
+
+def _intra(
+    options: Options, own: Part, query: jax.Array, dreads: jax.Array, dkkt: Any, of_states: _OfRows
+) -> _OfRows:
+    """Adds the sums of (12) to (14) over the pairs of a chunk, whose cotangents are planes `[..., C, C]`."""
+    (dq, reader, read), pairs, dot = of_states, own.decays.pairs, dot_of(options)
+    if dq is not None:
+        dq = dq + pairs.rows(dot, dreads, own.key)
+    if read is not None:
+        read = read + pairs.columns(dot, dreads, query)
+        if dkkt is not None and isinstance(pairs, SharedDecays):
+            reader = reader + pairs.both(dot, dkkt, own.key)
+        elif dkkt is not None:  # (15) takes them apart
+            read = read + pairs.columns(dot, dkkt, own.key)
+            reader = reader + pairs.rows(dot, dkkt, own.key)
+    return _OfRows(dq, reader, read)
+
+
+def _of_decays(
+    query: jax.Array, key: jax.Array, of_all: _OfRows, end: jax.Array, passed: jax.Array
+) -> jax.Array:
+    """Computes (15) to (17), `[..., C, H]`, from `end`, k dk~, and the state's own share, `[..., 1, H]`."""
+    dc = query * of_all.query - key * of_all.read
+    dc = dc if of_all.reader is None else dc + key * of_all.reader
+    is_last = jnp.arange(dc.shape[-2])[:, None] == dc.shape[-2] - 1
+    dc = dc + jnp.where(to_rank(is_last, dc.ndim), end.sum(-2, keepdims=True) + passed, 0)
+    return lax.cumsum(dc, key.ndim - 2, reverse=True)
+
+
+def _of_shared_decays(
+    query: jax.Array, key: jax.Array, of_states: _OfRows, of_pairs: jax.Array, passed: jax.Array
+) -> jax.Array:
+    """Computes (18), `[..., C, 1]`, from the products with P and A of their cotangents, `[..., C, C]`."""
+    axis, start = key.ndim - 2, query * of_states.query
+    start = start if of_states.reader is None else start + key * of_states.reader
+    start, end, passed = map(row_sums, (start, key * of_states.read, passed))
+    before = jnp.concatenate([jnp.zeros_like(end[..., :1, :]), end[..., :-1, :]], axis)
+    dg = lax.cumsum(start, axis, reverse=True) + lax.cumsum(before, axis)
+    return dg + across_token(of_pairs) + passed

@@ -1,11 +1,15 @@
 """Portable forward of linear attention: groups of chunks in order, and within a group its states in order.
 
-A chunk of C tokens from the state S0, with the letters of `decays.py`, q scaled, b = beta:
+A chunk of C tokens from the state S0, with the letters of `decays.py`, q scaled, b = beta. The functions
+below have the names of its stages, those in which the chunked algorithm is published:
 
     q^_i = exp(c_i) q_i,   k^_i = exp(c_i) k_i,   k~_j = exp(c_C - c_j) k_j             (4)
-    A_ij = b_i <k_i, k_j>_G for j < i,   M = (I + A)^-1,   P_ij = <q_i, k_j>_G for j <= i
-    U = M b (V - K^ S0);   U = V without a delta rule                                   (5)
-    O = Q^ S0 + P U,   S1 = exp(c_C) S0 + K~^T U                                        (6)
+    kkt      A_ij = b_i <k_i, k_j>_G for j < i
+    solve    M = (I + A)^-1                                                             (`matrix.py`)
+    states   U = M b (V - K^ S0);   U = V without a delta rule                          (5)
+             S1 = exp(c_C) S0 + K~^T U,   the S0 of the next chunk                      (6)
+    inter    Q^ S0, what the state adds,   and intra   P U, what the chunk itself does,
+             P_ij = <q_i, k_j>_G for j <= i:   O = Q^ S0 + P U                          (6)
 
 (5) are the u of all tokens of the chunk at once: each takes from v what the state before it holds at its key,
 the earlier ones' shares among them. Only products with a state follow one another.
@@ -28,7 +32,7 @@ from jax_attn_bwd._core.sharding import full_like_operands, tie, vary_over, vary
 from jax_attn_bwd.ops.linear_attention import layout
 from jax_attn_bwd.ops.linear_attention.chunk import Part, part
 from jax_attn_bwd.ops.linear_attention.decays import Scaled
-from jax_attn_bwd.ops.linear_attention.matrix import dot_of, inverse, strictly_lower, transposed
+from jax_attn_bwd.ops.linear_attention.matrix import Dot, dot_of, solve, strictly_lower, transposed
 from jax_attn_bwd.ops.linear_attention.plan import Plan
 from jax_attn_bwd.ops.linear_attention.spec import Operands, Options
 
@@ -49,8 +53,8 @@ class Inside(NamedTuple):
     at_end: Scaled  # k~
     whole: jax.Array  # exp(c_C), [X, 1]
     reads: jax.Array  # P, [C, C]
-    overlaps: Any  # <k_i, k_j>_G for j < i, [C, C]; None without a delta rule, as the next
-    inverse: Any  # M, [C, C]
+    kkt: Any  # <k_i, k_j>_G for j < i, A without b, [C, C]; None without a delta rule, as the next
+    solved: Any  # M, [C, C]
 
 
 @partial(jax.jit, static_argnums=0)
@@ -64,15 +68,14 @@ def forward(plan: Plan, operands: Operands) -> Result:
     def group(state, tokens):
         own = part(plan, layout.of_group(plan, tokens, operands.groups), dtype)
         within = inside(options, own)
-        after, states, u = through_chunks(options, own, within, state)
-        out = within.from_start.times(dot, states) + dot("ij,jv", within.reads, u)  # (6)
+        after, before, u = states(options, own, within, state)
+        out = inter(dot, within, before) + intra(dot, within, u)  # (6)
         return after, (layout.rows(out.astype(operands.value.dtype)), state)
 
     group = jax.checkpoint(group, prevent_cse=False)
-    final, (out, states) = lax.scan(group, first_state(operands), layout.tokens(plan, operands))
+    final, (out, kept) = lax.scan(group, first_state(operands), layout.tokens(plan, operands))
     out, final = layout.join(out, operands.value.shape[-3]), merged_heads(final)
-    out, final, states = tie((out, final, states), operands)
-    return Result(out, final, states)
+    return Result(*tie((out, final, kept), operands))
 
 
 def _one_token(plan: Plan, operands: Operands) -> Result:
@@ -97,18 +100,14 @@ def _one_token(plan: Plan, operands: Operands) -> Result:
         u = of_heads(own.beta) * (u - dot("ih,hv", key, final))
     final = final + transposed(key) * u
     out = jnp.swapaxes(dot("ih,hv", plan.options.scale * query, final), -3, -2).astype(operands.value.dtype)
-    out, final, states = tie((out, final, split_heads(first, operands.groups)[None]), operands)
-    return Result(out, final, states)
+    return Result(*tie((out, final, split_heads(first, operands.groups)[None]), operands))
 
 
 def inside(options: Options, own: Part) -> Inside:
-    """Computes (4) and what stands beside it."""
+    """Computes (4), kkt, solve, and P, all that no state is needed for."""
     (query, key, _, beta, decays, *_), dot = own, dot_of(options)
     query = options.scale * query
-    overlaps = triangle = None
-    if options.is_delta:
-        overlaps = jnp.where(strictly_lower(key), decays.pairs.products(dot, key, key), 0)
-        triangle = inverse(beta * overlaps)
+    overlaps = kkt(dot, own) if options.is_delta else None
     return Inside(
         decays.scaled(options.scale * decays.from_start, own.query),
         decays.scaled(decays.from_start, key),
@@ -116,28 +115,48 @@ def inside(options: Options, own: Part) -> Inside:
         transposed(decays.whole),
         decays.pairs.products(dot, query, key),
         overlaps,
-        triangle,
+        None if overlaps is None else solve(beta * overlaps),
     )
 
 
-def through_chunks(
+def kkt(dot: Dot, own: Part) -> jax.Array:
+    """Returns <k_i, k_j>_G for j < i, else 0, A without b, `[m, ..., K, G, C, C]` of keys `[..., C, H]`."""
+    return jnp.where(strictly_lower(own.key), own.decays.pairs.products(dot, own.key, own.key), 0)
+
+
+def intra(dot: Dot, within: Inside, u: jax.Array) -> jax.Array:
+    """Returns P U, what tokens read within their chunk, `[m, ..., K, G, C, Hv]`; so is `u`."""
+    return dot("ij,jv", within.reads, u)
+
+
+def inter(dot: Dot, within: Inside, state: jax.Array) -> jax.Array:
+    """Returns Q^ S0 `[m, ..., K, G, C, Hv]`, what tokens read of the states before, `[m, ..., H, Hv]`."""
+    return within.from_start.times(dot, state)
+
+
+def states(
     options: Options, own: Part, within: Inside, state: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the state behind a group, those before its chunks, and u of its tokens, by (5) and (6)."""
+    """Passes a group of m chunks from the state before it, `[..., K, G, H, Hv]`, by (5) and (6).
+
+    Returns:
+      the state behind the group, `[..., K, G, H, Hv]`; those before its chunks, `[m, ..., K, G, H, Hv]`; u of
+      its tokens, `[m, ..., K, G, C, Hv]`.
+    """
     dot = dot_of(options)
 
     def corrected(state, given):
         value, beta, within = given
-        u = dot("ij,jv", within.inverse, beta * (value - within.at_start.times(dot, state)))
+        u = dot("ij,jv", within.solved, beta * (value - within.at_start.times(dot, state)))
         return within.whole * state + within.at_end.transposed_times(dot, u), (state, u)
 
     if options.is_delta:
-        after, (states, u) = in_order(corrected, state, (own.value, own.beta, within))
-        return after, states, u
+        after, (before, u) = in_order(corrected, state, (own.value, own.beta, within))
+        return after, before, u
     # u is known before the states are, and so is what each chunk adds to them
     added = within.at_end.transposed_times(dot, own.value)
-    after, states = in_order(decayed, state, (within.whole, added))
-    return after, states, own.value
+    after, before = in_order(decayed, state, (within.whole, added))
+    return after, before, own.value
 
 
 def decayed(state: jax.Array, given: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:

@@ -1,4 +1,4 @@
-"""Stacks of small matrices: their products, their halves, and the inverse of a triangle.
+"""Stacks of small matrices: their products, their halves, and the stage `solve`, the inverse of a triangle.
 
 The inverse of I + A with A strictly lower is made of those of the halves, as they are joined:
 
@@ -111,8 +111,8 @@ def _pairs(diagonal: jax.Array) -> tuple[jax.Array, jax.Array]:
     return halves[..., 0, :, :], halves[..., 1, :, :]
 
 
-def inverse(plane: jax.Array) -> jax.Array:
-    """Returns the inverse of I + `plane`, strictly lower `[..., C, C]`, by (3)."""
+def solve(plane: jax.Array) -> jax.Array:
+    """Returns M = (I + A)^-1 `[..., C, C]` of A, a strictly lower `plane` `[..., C, C]`, by (3)."""
     dot, size = partial(product, "ij,jk"), min(_BASE, plane.shape[-1])
     diagonal, below = parted(plane, size)
     # the smallest blocks whole, side by side: what is not between two halves is masked

@@ -27,6 +27,8 @@ from jax_attn_bwd.ops.linear_attention.forward import (
     first_state,
     in_order,
     inside,
+    inter,
+    intra,
     merged_heads,
     split_heads,
     zero_state,
@@ -86,7 +88,7 @@ def _of_group(
     if options.is_delta:
         doverlaps = products(dot, later(dkey, key), key) + products(dot, key, earlier)
         doverlaps = jnp.where(strictly_lower(key), doverlaps, 0)
-        doverlaps = moved.beta * within.overlaps + own.beta * doverlaps
+        doverlaps = moved.beta * within.kkt + own.beta * doverlaps
     moves = Inside(
         decays.scaled(decays.from_start, later(dquery, query)),
         decays.scaled(decays.from_start, later(dkey, key)),
@@ -105,12 +107,12 @@ def _next(options, states, given):
     du = moved.value
     if options.is_delta:
         rest = u - within.at_start.times(dot, state)
-        u = dot("ij,jv", within.inverse, beta * rest)
+        u = dot("ij,jv", within.solved, beta * rest)
         du = du - moves.at_start.times(dot, state) - within.at_start.times(dot, dstate)
-        du = moved.beta * rest + beta * du - dot("ij,jv", moves.overlaps, u)
-        du = dot("ij,jv", within.inverse, du)
-    dout = moves.from_start.times(dot, state) + within.from_start.times(dot, dstate)
-    dout = dout + dot("ij,jv", moves.reads, u) + dot("ij,jv", within.reads, du)
+        du = moved.beta * rest + beta * du - dot("ij,jv", moves.kkt, u)
+        du = dot("ij,jv", within.solved, du)
+    dout = inter(dot, moves, state) + inter(dot, within, dstate)
+    dout = dout + intra(dot, moves, u) + intra(dot, within, du)
     dstate = moves.whole * state + within.whole * dstate
     dstate = dstate + moves.at_end.transposed_times(dot, u) + within.at_end.transposed_times(dot, du)
     state = within.whole * state + within.at_end.transposed_times(dot, u)
