@@ -1,8 +1,8 @@
 """Between a public call and its first product stand at most eight functions of the package, its own included.
 
-Counted are the Python frames in files of the package when the product is bound, in a call that is traced anew;
-comprehensions are no calls. The product is a `dot_general`; of an operator without one what reads rows or
-adds them up, or the exponential.
+Counted are the Python frames in files of the package when the product is bound, in a call that is traced
+anew; comprehensions are no calls. The product is a `dot_general`; of an operator without one what reads rows
+or adds them up, or the exponential.
 """
 
 import sys
