@@ -76,16 +76,9 @@ def _barrier_jvp(primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
 def computed_once(operands: Any, names: Sequence[str]) -> Any:
     """Puts those of `names` in `operands`, a NamedTuple, behind barriers, for what a rule computes of them.
 
-    A rule saves the operands themselves: the outputs of barriers would be copies. An array that is given
-    twice gets one barrier.
+    A rule saves the operands themselves: the outputs of barriers would be copies.
     """
-    found: dict[int, Any] = {}
-
-    def once(x):
-        if id(x) not in found:
-            found[id(x)] = kept_whole(x, may_be_gathered=True)
-        return found[id(x)]
-
+    once = lambda x: kept_whole(x, may_be_gathered=True)
     return operands._replace(**{name: jax.tree.map(once, getattr(operands, name)) for name in names})
 
 

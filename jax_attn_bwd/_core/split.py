@@ -69,7 +69,10 @@ class Pieces:
         return lax.axis_index(self.names)
 
     def origins(self, index: Any, length: int) -> Any:
-        """Returns where the stretches of piece `index` begin: int32 `[1]`, or `[2]` if folded."""
+        """Returns where the stretches of piece `index` begin: int32 `[1]`, or `[2]` if folded.
+
+        Of 8 rows, pieces 0 to 3 of length 2 begin at 0, 2, 4, 6; folded at (0, 7), (2, 5), (4, 3), (6, 1).
+        """
         xp = np if isinstance(index, int) else jnp
         if not self.folded:
             return xp.asarray([index * length], xp.int32)

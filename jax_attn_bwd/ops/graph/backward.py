@@ -306,7 +306,7 @@ def _gradient_of_scores(
     z: jax.Array | None,
 ) -> jax.Array:
     """Computes the gradients ds of the scores (6), `[(W,) R, H]`."""
-    x = kind.to_heads(own_rows(t.message, chunk).astype(p.dtype))
+    x = kind.to_heads(own_rows(kind.messages(t), chunk).astype(p.dtype))
     c = products(read.dout, total(x, read.ends.edge) if kind.edge_in_message else x)
     if saved.dweights is not None:
         c = c + take(saved.dweights, chunk.number)

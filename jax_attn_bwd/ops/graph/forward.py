@@ -76,8 +76,9 @@ def _sums(
     """
     # zeros, which stay where there is no edge
     (t, like), operands = read, (graph, read)
-    options, dtype = plan.options, accumulator_dtype(t.message.dtype)
-    kind, H, D = plan.kind, options.num_heads, t.message.shape[2]
+    kind, options = plan.kind, plan.options
+    messages, H = kind.messages(t), options.num_heads
+    dtype, D = accumulator_dtype(messages.dtype), messages.shape[2]
     out = full_like_operands(like, (graph.num_dst, H, D), 0, dtype, operands)
     m = l = out.sum(-1)
     weights = None
@@ -159,7 +160,7 @@ def _weights(plan: Plan, graph: BipartiteCSC, saved: tuple) -> tuple[jax.Array, 
 
 def scores(kind: Kind, t: Tables, chunk: Chunk) -> jax.Array:
     """Computes the scores of a chunk by destination, `[(W,) R, H]`; `t` comes from `Loops.with_end_rows`."""
-    dtype, seen = accumulator_dtype(t.message.dtype), visible(t, chunk)
+    dtype, seen = accumulator_dtype(kind.messages(t).dtype), visible(t, chunk)
     s = kind.score(t, ends(kind, t, chunk, seen, dtype))
     return with_bias(s, t, chunk, seen)
 
@@ -198,10 +199,10 @@ def weighted_messages(kind: Kind, t: Tables, chunk: Chunk, w: jax.Array) -> Any:
 
     It goes edge by edge, so that the rows are read where they are multiplied.
     """
-    result: Any = 0
-    if t.message is None and (t.edge is None or not kind.edge_in_message):
+    result, messages = 0, kind.messages(t)
+    if messages is None and (t.edge is None or not kind.edge_in_message):
         return result
-    x: Any = 0 if t.message is None else rows(t.message, chunk).astype(w.dtype)
+    x: Any = 0 if messages is None else rows(messages, chunk).astype(w.dtype)
     if t.edge is not None and kind.edge_in_message:
         x = x + take(t.edge, chunk.number).astype(w.dtype)
     return loops.sum_of_group(w[..., None] * shown(kind.to_heads(x), visible(t, chunk)), chunk)

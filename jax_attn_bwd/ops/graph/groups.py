@@ -38,7 +38,10 @@ class Groups(NamedTuple):
 class FirstGroupPerNode(Groups):
     """Groups in another order: the first of each node, in the nodes' order; then the others, as they were.
 
-    `node` is of the others alone.
+    `node` is of the others alone. Of 3 nodes and a group of none, which has node 3:
+
+        groups    0 1 2 3 4 5 6    their nodes   0 0 1 2 2 2 3
+        in order  0 2 3 1 4 5 6    `node`              0 2 2 3
     """
 
 
@@ -185,7 +188,10 @@ def _grouped(xp: Any, cut: Grouping, side: Side, node: Any, other: Any, number: 
 def _run_owners(xp: Any, cut: Grouping, node: Any) -> Any:
     """Finds the node of each run of single edges sorted by `node`: edge k is in run node + k // RUN.
 
-    None if no node has several runs (with a capacity: if it is small).
+    None if no node has several runs (with a capacity: if it is small). Were RUN 2, of 3 nodes:
+
+        edges 0 1 2 3 4 5    their nodes  0 0 0 1 1 2    their runs  0 0 1 2 3 4
+        runs  0 1 2 3 4      found        0 0 1 1 2, and 3 past the last run
     """
     room, nodes = cut.room, cut.dst.nodes
     if not cut.in_runs or not ((np.bincount(node) > RUN).any() if cut.exact else room > 16 * RUN):

@@ -94,20 +94,21 @@ def groups_of_piece(graph: Any, groups: Groups, pieces: Pieces) -> Groups:
 def unsharded_rows(tree: Any) -> Any:
     """Puts all of the first axis of the arrays of `tree`, of nodes or edges, on every device.
 
-    Numbers by node and head, `[n, H]`, that lie alike travel together; what is given twice stays one array.
+    Numbers by node and head, `[n, H]`, that lie alike travel together.
     """
-    distinct = {id(x): x for x in jax.tree.leaves(tree)}
+    leaves, structure = jax.tree.flatten(tree)
     alike: dict[Any, list[int]] = {}
-    for key, x in distinct.items():
+    for i, x in enumerate(leaves):
         small = x.ndim == 2 and explicit_spec(x)[0] is not None
-        alike.setdefault((x.shape, x.dtype, explicit_spec(x)) if small else key, []).append(key)
-    for keys in alike.values():
-        if len(keys) == 1:
-            distinct[keys[0]] = _whole_rows(distinct[keys[0]], tree)
+        alike.setdefault((x.shape, x.dtype, explicit_spec(x)) if small else i, []).append(i)
+    for which in alike.values():
+        if len(which) == 1:
+            leaves[which[0]] = _whole_rows(leaves[which[0]], tree)
         else:
-            together = _whole_rows(jnp.stack([distinct[key] for key in keys], 1), tree)
-            distinct |= {key: together[:, i] for i, key in enumerate(keys)}
-    return jax.tree.map(lambda x: distinct[id(x)], tree)
+            together = _whole_rows(jnp.stack([leaves[i] for i in which], 1), tree)
+            for column, i in enumerate(which):
+                leaves[i] = together[:, column]
+    return structure.unflatten(leaves)
 
 
 def _whole_rows(x: jax.Array, others: Any) -> jax.Array:
@@ -154,17 +155,14 @@ def over_pieces(
         laid = lambda spec, x: x if spec.like is None else rows_sharded_like(x, spec.like)
         return split.map_specs(laid, specs, all_gathered(found))
 
-    # an array that is given twice is one inside, too
     leaves, structure = jax.tree.flatten((unsharded_rows(graph), owners, shared))
-    distinct = {id(x): x for x in leaves}
 
     # a reduce-scatter has no lowering where other mesh axes are Explicit: there shares are summed outside
     is_scattered = lambda spec: spec.axis is None and mesh_axes_of(*spec.spec[:1]) == set(names)
     apart = explicit_axes(pieces.mesh) > set(names)
 
     def of_device(*given):
-        own = dict(zip(distinct, given, strict=True))
-        graph, owners, shared = structure.unflatten([own[id(x)] for x in leaves])
+        graph, owners, shared = structure.unflatten(given)
         found = of_piece(graph, owners, shared, _part(graph, side, pieces, pieces.index()))
         return split.map_specs(gone_home, specs, found)
 
@@ -184,7 +182,7 @@ def over_pieces(
     cut, whole = PartitionSpec(names), PartitionSpec()
     out_specs = split.map_specs(lambda p: cut if is_scattered(p) or p.axis == 0 else whole, specs)
     run = on_shards(of_device, pieces.mesh, whole, out_specs, names)
-    return split.map_specs(summed, specs, run(*distinct.values()))
+    return split.map_specs(summed, specs, run(*leaves))
 
 
 def sources_with_edges(graph: Any, src: jax.Array) -> jax.Array:

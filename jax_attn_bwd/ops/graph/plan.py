@@ -213,9 +213,7 @@ class Loops:
     def with_end_rows(self, t: Tables) -> Tables:
         """Returns the tables, those of nodes as `loops.rows` reads them."""
         padded: Any = lambda x: None if x is None else self.with_end_row(x)
-        src, dst = padded(t.src), padded(t.dst)
-        message = src if t.message is t.src else padded(t.message)
-        return t._replace(src=src, dst=dst, message=message)
+        return t._replace(src=padded(t.src), dst=padded(t.dst), message=padded(t.message))
 
 
 @dataclass(frozen=True)

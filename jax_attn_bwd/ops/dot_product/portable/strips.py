@@ -552,7 +552,11 @@ class Extents(NamedTuple):
 
 
 def extents(source: StripSource, axis: int) -> Extents:
-    """Finds those of the strips of rows (`axis` 0) or of keys (1)."""
+    """Finds those of the strips of rows (`axis` 0) or of keys (1).
+
+    Four strips that meet blocks 0, 0 to 1, 1 to 2 and 2 to 3 have first 0 0 1 2 and, as widths are [1, 2],
+    width 0 1 1 1.
+    """
     # Which tiles any entry of a turn may see something of, [turns, query tiles, key tiles].
     given, turns, blocks = source.mask, source.schedule.head_slices, source.schedule.blocks
     live, _ = visibility.of_tiles(given.rules, given.rows, given.columns, *blocks)

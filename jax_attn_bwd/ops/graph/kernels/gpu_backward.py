@@ -53,7 +53,7 @@ def _gradients(options, interpret, residuals, cotangents):
     run = partial(_sums, options, need, interpret)
 
     def specs(graph, t, z, saved):
-        heads = t.message[1]
+        heads = kind.messages(t)[1]
         row, number = PartitionSpec(None, heads, None), PartitionSpec(None, heads)
         nodes = number if options.kind == "gat" else row
         all_of_them = Sums(PartitionSpec(heads, None), number, nodes, row, row, nodes)
@@ -69,11 +69,11 @@ def _sums(
     options: Options, need: Sums[bool], interpret: bool, graph: Any, t: Tables, z: Any, saved: DestinationRows
 ) -> Sums[Any]:
     """Computes the sums that are needed, of the heads of one device."""
-    _, H, D = t.message.shape
+    _, H, D = kinds.of(options).messages(t).shape
     E = graph.capacity
     # the pass by source, which leaves junk where there is no edge
     at = segments(graph.by_source, graph.num_src, E)
-    own = {"src": t.src} | ({} if t.message is t.src else {"message": t.message})
+    own = {"src": t.src} | ({} if t.message is None else {"message": t.message})
     other = {"dst": t.dst, "dout": saved.dout, "delta": saved.delta, "m": saved.m, "l": saved.l}
     given = inputs_of(at, own, other, {"factor": z, "dw": saved.dweights}, t)
     body = _source_body(options, need, None if t.edge is None else t.edge.dtype)

@@ -93,7 +93,7 @@ def _results(options, interpret, operands):
     run = partial(_attend, options, interpret, graph.num_dst, graph.capacity)
 
     def specs(walk, t, z):
-        heads = t.message[1]
+        heads = kind.messages(t)[1]
         row, number = PartitionSpec(None, heads, None), PartitionSpec(None, heads)
         return {"out": row, "m": number, "l": number} | ({"s": number} if options.return_weights else {})
 
@@ -113,10 +113,10 @@ def _results(options, interpret, operands):
 
 def _attend(options: Options, interpret: bool, nodes: int, edges: int, walk: Any, t: Tables, z: Any) -> dict:
     """Computes out `[num_dst, H, D]`, m, l `[num_dst, H]`, and scores `[E, H]` if weights are asked for."""
-    _, H, D = t.message.shape
+    _, H, D = kinds.of(options).messages(t).shape
     at = segments(walk, nodes, edges)
     inputs = inputs_of(at, own={"dst": t.dst}, other={"src": t.src}, edge={"factor": z}, t=t)
-    if not kinds.of(options).message_is_src:
+    if t.message is not None:
         inputs.other["message"] = t.message
     found = gpu_walk.walk(_body(options), inputs, nodes, edges, (H, D), interpret)
     rows = found.nodes

@@ -27,7 +27,7 @@ class Tables(NamedTuple):
 
     src: jax.Array  # gat [num_src, H], gatv2 [num_src, H, D], transformer [num_src, K, D]
     dst: jax.Array  # gat [num_dst, H], else [num_dst, H, D]
-    message: jax.Array  # [num_src, H, D], transformer [num_src, K, Dv]
+    message: jax.Array | None  # gat [num_src, H, D], transformer [num_src, K, Dv]; gatv2 None, it is src
     edge: jax.Array | None  # gat [E, H], gatv2 [E, H, D], transformer [E, K, D]
     a: jax.Array | None  # [H, D], gatv2
     bias: jax.Array | None  # [E, H]
@@ -109,8 +109,7 @@ class Kind(ABC):
         dtype = accumulator_dtype(operands.src.dtype)
         src, dst, edge, a = self.score_tables(operands)
 
-        # one array, which the loops hold once, where the message is what the score reads
-        message = src
+        message = None
         if not self.message_is_src:
             value = operands.src if operands.value is None else operands.value
             message = split_heads(value, self.options.num_kv_heads)
@@ -124,11 +123,15 @@ class Kind(ABC):
     def tables_tangent(self, operands: Operands, tangents: Operands, t: Tables) -> Tables:
         """Returns the tangents of the tables `t`, None for zero; bias and dropout are those of `t`."""
         src, dst, edge, a = self.score_tables_tangent(operands, tangents)
-        message = src
+        message = None
         if not self.message_is_src:
             value = tangents.src if operands.value is None else tangents.value
             message = heads_of(value, self.options.num_kv_heads)
         return t._replace(src=src, dst=dst, message=message, edge=edge, a=a)
+
+    def messages(self, t: Tables) -> Any:
+        """Returns the table of the messages; where they are what the score reads, the loops hold it once."""
+        return t.src if self.message_is_src else t.message
 
     def dropout_factors(self, t: Tables, chunk: Chunk) -> jax.Array | None:
         """Returns the dropout factors of a chunk, `[(W,) R, H]`; None = all 1."""
@@ -139,7 +142,7 @@ class Kind(ABC):
         number = chunk.number.astype(jnp.uint32)
         row = (take(t.counters, chunk.number) if t.counters.ndim else t.counters + number)[..., None]
         first, second = (to_rank(x, row.ndim) for x in t.keys)
-        dtype = accumulator_dtype(t.message.dtype)
+        dtype = accumulator_dtype(self.messages(t).dtype)
         rate = self.options.dropout_rate
         return dropout.factors((first, second), row, jnp.zeros_like(row), rate, dtype)
 
