@@ -3,7 +3,8 @@
 Directives, one a line: `call` (signature, what it does, positional arguments, results, example), `gradients`,
 `options` (keyword arguments), `sharding`, `errors`, `references` and `whole` (all of these) of one name,
 `module` (all names of a module), `about` (a module's own text), `kernels` (an operator's row on the page of
-what runs where), `readme` (what stands under a heading of README.md).
+what runs where), `readme` (what stands under a heading of README.md), `choices` (the tables of ways and rules
+of a module).
 """
 
 import importlib
@@ -200,10 +201,29 @@ def readme(heading: str, pages: Path) -> str:
     return re.sub(r"\[([^\]]+)\]\(([^)]+)\)", link, body)
 
 
+def choices(module: str) -> str:
+    """The tables of ways and of rules of a module."""
+    found = find(module)
+    row = lambda *cells: "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+    tables = []
+    if ways := getattr(found, "WAYS", ()):
+        told = lambda w: row(
+            w.name, f"`{w.file}`", w.taken, f"{w.gain} ({w.measured})" if w.measured else w.gain
+        )
+        tables.append([row("way", "file", "where", "gain"), row(*["---"] * 4), *map(told, ways)])
+    if found.RULES:
+        of = lambda r: r.reason + (f", until JAX {r.until}" if r.until else "")
+        rules = [row(f"`{r.name}`", r.when, of(r), r.gain) for r in found.RULES]
+        tables.append(
+            [row("rule", "holds for", "for", "gain, or what goes wrong without"), row(*["---"] * 4), *rules]
+        )
+    return "\n\n".join("\n".join(table) for table in tables)
+
+
 DIRECTIVE = re.compile(r"^::: (\w+) (.+)$", re.MULTILINE)
 ONE = dict(
     call=call, gradients=gradients, options=options, sharding=sharding, errors=errors, references=references,
-    whole=whole, module=module, about=about,
+    whole=whole, module=module, about=about, choices=choices,
 )  # fmt: skip
 FROM_PAGES = dict(kernels=kernels, readme=readme)
 

@@ -261,6 +261,30 @@ def test_arguments_are_handed_on_by_name():
     assert not found["layers/attention_fn.py"]
 
 
+# Who may ask what a call runs on, and so choose by it.
+DECIDE = re.compile(
+    r"_core/(targets|fusion|products|backend|records|mosaic_\w+)|ops/\w+/(plan|kernels/\w+)|check/\w+"
+)
+ASKED = {
+    "platform",
+    "is_one_cpu",
+    "multiplies",
+    "device_kind",
+    "device_count",
+    "__version_info__",
+    "generation",
+}
+
+
+@pytest.mark.parametrize("path", MODULES, ids=str)
+def test_choices_are_asked_where_they_are_made(path):
+    """Platform, version, devices and what a CPU has: all else is told by its plan."""
+    tree = ast.parse((ROOT / path).read_text())
+    asked = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)} & ASKED
+    if not DECIDE.fullmatch(path.with_suffix("").as_posix()):
+        assert not asked, f"{path} asks {asked}: the plan asks, and hands the answer on"
+
+
 def test_identity_of_objects_decides_nothing():
     for path in [p for p in MODULES if p.parts[0] == "ops"]:
         calls = (n.func for n in ast.walk(ast.parse((ROOT / path).read_text())) if isinstance(n, ast.Call))
