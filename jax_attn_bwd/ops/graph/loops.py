@@ -20,6 +20,7 @@ Each level is a B-th of the one before. The kernel that adds reads them all, and
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -57,17 +58,17 @@ class Grid(NamedTuple):
 
 def rows(x: jax.Array, chunk: Chunk, fill: float = 0) -> jax.Array:
     """Reads the rows of `x`, of the nodes at the other ends of a chunk's edges; `fill` past the end."""
-    return _rows(x, chunk.other, chunk, fill)
+    return _reader(chunk, fill)(x, chunk.other)
 
 
-def _rows(x: jax.Array, index: jax.Array, chunk: Chunk, fill: float = 0) -> jax.Array:
-    """Reads the rows of `x` at `index`, of nodes; `fill` for an index past the end.
+def _reader(chunk: Chunk, fill: float) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """Returns what reads the rows of an array at indices of nodes; `fill` for an index past the end.
 
-    On a CPU it finds the last row, see `Loops.with_end_row`. To compare each index with the end, as `take`
-    does, is slower: XLA:CPU then computes an `exp` that follows one number at a time, and a sum of products
-    in one more pass.
+    On a CPU such an index finds the last row, see `Loops.with_end_row`. To compare each index with the end,
+    as `take` does, is slower: XLA:CPU then computes an `exp` that follows one number at a time, and a sum of
+    products in one more pass.
     """
-    return _or_last(x, index) if chunk.in_order else take(x, index, fill)
+    return _or_last if chunk.in_order else partial(take, fill=fill)
 
 
 @jax.custom_jvp
@@ -100,8 +101,8 @@ def own_rows(x: jax.Array, chunk: Chunk, fill: float = 0) -> jax.Array:
     masked before.
     """
     if chunk.exists is None:
-        return _rows(x, chunk.node, chunk, fill)
-    own = x[: chunk.other.shape[1]] if chunk.node is None else _rows(x, chunk.node, chunk, fill)
+        return _reader(chunk, fill)(x, chunk.node)
+    own = x[: chunk.other.shape[1]] if chunk.node is None else _reader(chunk, fill)(x, chunk.node)
     return jnp.where(jnp.expand_dims(chunk.exists, tuple(range(2, own.ndim + 1))), own[None], fill)
 
 
@@ -225,7 +226,7 @@ def to_runs(graph: Any, chunk: Chunk) -> Chunk:
 def to_nodes(graph: Any, chunk: Chunk) -> Chunk:
     """Puts the nodes of its groups in place of the runs, in a chunk of `in_runs`."""
     owners = graph.run_owners
-    return chunk if owners is None else replace(chunk, node=_rows(owners, chunk.node, chunk))
+    return chunk if owners is None else replace(chunk, node=_reader(chunk, 0)(owners, chunk.node))
 
 
 def add_runs(x: jax.Array, graph: Any, sums: jax.Array, in_order: bool) -> jax.Array:
