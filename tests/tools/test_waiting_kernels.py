@@ -310,7 +310,7 @@ def test_explained_is_a_table_to_read_and_a_dict_to_programs(monkeypatch):
     assert lines[0] == f"scaled_masked_softmax on {H200}"
     assert lines[1] == "  mosaic_tpu  cannot run  it is a tpu kernel and the target platform is gpu"
     assert lines[2].startswith("  mosaic_gpu  by name     it is not proven on NVIDIA H200: ")
-    assert lines[-1] == "  xla         picked"
+    assert lines[-1] == "  xla         picked      whole rows"
     assert max(map(len, lines)) <= 80
 
 
