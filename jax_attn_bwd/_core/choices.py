@@ -58,7 +58,7 @@ class Rule:
 
     def holds(self, condition: Any = True) -> bool:
         """Tells whether `condition` is true and the rule is not switched off, and notes that it held."""
-        if not condition or self.name in _switched_off():
+        if self.name in _switched_off() or not condition:
             return False
         if (names := _noted.get()) is not None and self.name not in names:
             names.append(self.name)

@@ -34,13 +34,13 @@ import jax
 import jax.numpy as jnp
 
 from jax_attn_bwd._core import checks
+from jax_attn_bwd._core.products import accumulated
 from jax_attn_bwd.compat.calls import after_dropout, arrays, both, drops, heads, mask_planes, merged
 from jax_attn_bwd.ops.dot_product.mask import Mask
 from jax_attn_bwd.ops.dot_product.spec import Sizes
 from jax_attn_bwd.ops.dot_product.visibility import used_queries_and_keys
 from jax_attn_bwd.ops.multi_head import MultiHeadAttentionParams
 from jax_attn_bwd.ops.multi_head import multi_head_attention as _layer
-from jax_attn_bwd.ops.multi_head.projections import matmul
 
 __all__ = ["multi_head_attention_forward"]
 
@@ -285,7 +285,7 @@ def _over_heads(params, inputs, static, options) -> tuple[jax.Array, jax.Array |
     planes = {name: None if options[name] is None else options[name][:, :, None] for name in ("mask", "bias")}
     result = _layer(MultiHeadAttentionParams(), q, k, v, num_heads=1, **{**options, **planes})
     out, weights = result if options["return_weights"] else (result, None)
-    out = matmul("nhtd,hdo->nto", out, params.out_kernel)
+    out = accumulated("nhtd,hdo->nto", out, params.out_kernel)
     if params.out_bias is not None:
         out = out + params.out_bias.astype(out.dtype)[None, None]
     return out.astype(q.dtype), weights
@@ -308,6 +308,6 @@ def _without_poison(inputs, static, options) -> list[jax.Array]:
 
 def _project(x: jax.Array, kernel: jax.Array, offset: jax.Array | None) -> jax.Array:
     """Projects `(N, T, E)` to `(N, H, T, D)`."""
-    y = matmul("nte,ehd->nhtd", x, kernel)
+    y = accumulated("nte,ehd->nhtd", x, kernel)
     y = y if offset is None else y + offset.astype(y.dtype)[None, :, None]
     return y.astype(x.dtype)

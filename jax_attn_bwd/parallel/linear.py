@@ -192,9 +192,9 @@ def _run(
         operands = operands._replace(restarts=restarts)
 
     # how it is computed
-    chosen = backend.select(name, IMPLEMENTATIONS, implementation, static, operands)
     taken = _with_columns(operands) if static.is_delta else operands
-    cut = ShardedPlan(plan(chosen.name, static, taken), axis_name, n)
+    chosen = backend.planned(name, IMPLEMENTATIONS, implementation, static, taken, plan)
+    cut = ShardedPlan(chosen, axis_name, n)
     out, final = _OPERATION.runner(name, forward_mode)(cut, operands)
     return (out, lax.psum(final, axis_name)) if wants_final else out
 
@@ -283,7 +283,7 @@ def _block(cut: ShardedPlan, operands: Operands) -> tuple[Shard, tuple[jax.Array
 
 def _applied(cut: ShardedPlan, kept: jax.Array, state: jax.Array) -> jax.Array:
     """Computes F S of a matrix F, or of a diagonal."""
-    return kept * state if kept.shape[-1] == 1 else dot_of(cut.plan.options)("ij,jv", kept, state)
+    return kept * state if kept.shape[-1] == 1 else dot_of(cut.plan)("ij,jv", kept, state)
 
 
 def _across(

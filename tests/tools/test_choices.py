@@ -50,18 +50,18 @@ def test_each_way_has_a_file(plan):
     for way in plan.WAYS:
         assert way.name
         assert way.taken
-        assert list(folder.glob(way.file)), way.file
+        assert all(list(folder.glob(name)) for name in way.file.split(", ")), way.file
 
 
 # ---------------------------------------------------------------------- the switch
 
 
 def test_a_rule_is_switched_off_by_name(one_device):
-    x = tokens(512, batch=8)
-    whole = dense.plan("xla", *prepared(x))
+    way = lambda: choice_of(dot_product_attention, *[tokens(512, batch=8)] * 3).way
+    whole = way()
     with choices.without("batch_slices"):
-        assert dense.plan("xla", *prepared(x)).batch_slices == 1 != whole.batch_slices
-    assert dense.plan("xla", *prepared(x)) == whole
+        assert "slices of the batch" not in way()
+    assert "slices of the batch" in whole == way()
 
 
 def test_a_rule_is_switched_off_by_the_environment(one_device, monkeypatch):
@@ -87,19 +87,6 @@ def test_rules_that_hold_are_noted_once_and_not_outside():
             assert not rule.holds()
     rule.holds()
     assert names == [rule.name]
-
-
-def prepared(x):
-    from jax_attn_bwd.ops.dot_product import arguments
-
-    found = []
-
-    def call(query, key, value):
-        options, operands = arguments.prepare("test", query, key, value)
-        found.append((options, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), operands)))
-
-    jax.eval_shape(call, x, x, x)
-    return found[0]
 
 
 # ---------------------------------------------------------------------- what `explain` tells

@@ -15,6 +15,7 @@ import jax
 from jax_attn_bwd._core import split, targets
 from jax_attn_bwd._core.choices import Rule, Way
 from jax_attn_bwd._core.numerics import accumulator_dtype
+from jax_attn_bwd._core.products import NARROW_PRODUCTS
 from jax_attn_bwd._core.sharding import auto_devices, axis_size, explicit_spec
 from jax_attn_bwd._core.split import Pieces
 from jax_attn_bwd.ops.dot_product import mod_functions
@@ -78,11 +79,6 @@ KEYS_IN_REACH = Rule(
     "one CPU, a whole plane: keys behind the last that a band lets some query see are left out",
     "Causal 32 x 64 takes 0.56 of its step, 100 x 200 0.6 (ed57823).",
 )
-NARROW_PRODUCTS = Rule(
-    "narrow_products",
-    "a CPU that multiplies bfloat16, heads of 64 or more, several rows: factors stay bfloat16",
-    "A step takes 0.6 to 1 of the time (c5ed7f4).",
-)
 VECTOR_LAST = Rule(
     "vector_last",
     "CPU, one query for each key head: products read keys and values in one order, which no barrier precedes",
@@ -113,7 +109,6 @@ RULES = (
     SMALL_TILES,
     NARROW_TILES,
     KEYS_IN_REACH,
-    NARROW_PRODUCTS,
     VECTOR_LAST,
     FINITE_START,
     KEPT_ROUNDING,

@@ -335,8 +335,7 @@ def _gradients(
 
 def _planned(operator: str, implementation: str | None, options: Options, operands: Operands) -> Plan:
     """Returns the plan of a call; raises where the implementation asked for cannot run it."""
-    chosen = backend.select(operator, IMPLEMENTATIONS, implementation, options, operands)
-    return planned(chosen.name, options, operands)
+    return backend.planned(operator, IMPLEMENTATIONS, implementation, options, operands, planned)
 
 
 def _primal(plan: Plan, operands: Operands) -> tuple[jax.Array, jax.Array]:

@@ -59,7 +59,7 @@ from jax_attn_bwd.ops.linear_attention.forward import (
 )
 from jax_attn_bwd.ops.linear_attention.matrix import dot_of, row_sums, strictly_lower, transposed
 from jax_attn_bwd.ops.linear_attention.plan import Plan
-from jax_attn_bwd.ops.linear_attention.spec import Options, Residuals
+from jax_attn_bwd.ops.linear_attention.spec import Residuals
 
 
 @partial(jax.jit, static_argnums=(0, 2))
@@ -67,7 +67,7 @@ def backward(
     plan: Plan, residuals: Residuals, wanted: frozenset[str], dout: jax.Array | None, dfinal: jax.Array | None
 ) -> dict[str, jax.Array]:
     """Returns the gradients of the operands in `wanted`, by name; a cotangent that is None is zero."""
-    options, operands = plan.options, residuals.operands
+    operands = residuals.operands
     dtype, groups = accumulator_dtype(operands.value.dtype), operands.groups
     tokens = layout.tokens(plan, operands)
 
@@ -86,10 +86,10 @@ def backward(
         tokens, state, dout = given
         tokens, dout = layout.of_group(plan, tokens, groups), layout.chunks(plan, dout, groups).astype(dtype)
         own = part(plan, tokens, dtype)
-        within = inside(options, own)
-        _, before, u = states(options, own, within, state)
-        dstate, through = _states(options, own, within, dout, dstate)
-        found = _of_tokens(options, wanted, own, within, before, u, dout, through)
+        within = inside(plan, own)
+        _, before, u = states(plan, own, within, state)
+        dstate, through = _states(plan, own, within, dout, dstate)
+        found = _of_tokens(plan, wanted, own, within, before, u, dout, through)
         shapes = {name: getattr(tokens, name).shape for name in found}
         return dstate, {name: layout.rows(reduce_to(x, shapes[name])) for name, x in found.items()}
 
@@ -112,10 +112,10 @@ class Through(NamedTuple):
 
 
 def _states(
-    options: Options, own: Part, within: Inside, dout: jax.Array, dstate: jax.Array
+    plan: Plan, own: Part, within: Inside, dout: jax.Array, dstate: jax.Array
 ) -> tuple[jax.Array, Through]:
     """Computes (7) and (8) for the chunks of a group; returns dS0 of the first, `[..., H, Hv]`, too."""
-    dot = dot_of(options)
+    dot = dot_of(plan)
     du, of_out = dot("ij,iv", within.reads, dout), within.from_start.transposed_times(dot, dout)
 
     def corrected(dstate, given):
@@ -125,7 +125,7 @@ def _states(
         before = of_out + within.whole * dstate - within.at_start.transposed_times(dot, beta * dr)
         return before, Through(dstate, du, dr)
 
-    if options.is_delta:
+    if plan.options.is_delta:
         return in_order(corrected, dstate, (du, of_out, own.beta, within), reverse=True)
     # no cotangent of a state depends on du
     before, dstates = in_order(decayed, dstate, (within.whole, of_out), reverse=True)
@@ -144,7 +144,7 @@ class _OfRows(NamedTuple):
 
 
 def _of_tokens(
-    options: Options,
+    plan: Plan,
     wanted: Collection[str],
     own: Part,
     within: Inside,
@@ -154,12 +154,12 @@ def _of_tokens(
     through: Through,
 ) -> dict[str, jax.Array]:
     """Computes (9) to (18): the gradients in `wanted` of what is told of the tokens."""
-    (query, key, value, beta, decays, query_factor, key_factor), dot = own, dot_of(options)
-    normed, query = query, options.scale * query
+    (query, key, value, beta, decays, query_factor, key_factor), dot = own, dot_of(plan)
+    normed, query = query, plan.options.scale * query
 
     # solve and kkt: (9), (11)
     found, dkkt = {"value": through.du}, None
-    if options.is_delta:
+    if plan.options.is_delta:
         found["value"] = beta * through.dr
         da = -jnp.where(strictly_lower(key), dot("iv,jv", through.dr, u), 0)
         dkkt = beta * da
@@ -171,8 +171,8 @@ def _of_tokens(
     dreads = dot("iv,jv", dout, u)
     own_share = None if isinstance(decays.pairs, SharedDecays) else row_sums(dout * u)
     rows = frozenset(("query", "key") if "log_decay" in wanted else wanted)
-    of_states = _inter(options, rows, own, before, u, dout, through)
-    of_all = _intra(options, own, query, dreads, dkkt, of_states)
+    of_states = _inter(plan, rows, own, before, u, dout, through)
+    of_all = _intra(plan, own, query, dreads, dkkt, of_states)
 
     # (15) to (17), or (18)
     if "log_decay" in wanted:
@@ -188,7 +188,7 @@ def _of_tokens(
     # all value heads of a key head, then through the scale and the norm
     if "query" in wanted:
         dq = reduce_to(_sum(of_all.query, None if own_share is None else own_share * key), query.shape)
-        found["query"] = options.scale * unit_gradient(normed, query_factor, dq)
+        found["query"] = plan.options.scale * unit_gradient(normed, query_factor, dq)
     if "key" in wanted:
         dk = _sum(of_all.read, of_all.reader)
         dk = reduce_to(_sum(dk, None if own_share is None else own_share * query), key.shape)
@@ -201,7 +201,7 @@ def _sum(x: jax.Array, y: jax.Array | None) -> jax.Array:
 
 
 def _inter(
-    options: Options,
+    plan: Plan,
     rows: frozenset[str],
     own: Part,
     before: jax.Array,
@@ -210,21 +210,21 @@ def _inter(
     through: Through,
 ) -> _OfRows:
     """Computes (10) with its factors of (12) to (14): what `rows` get through the states `[..., H, Hv]`."""
-    dot, decays, dq, reader, read = dot_of(options), own.decays, None, None, None
+    dot, decays, dq, reader, read = dot_of(plan), own.decays, None, None, None
     if "query" in rows:
         dq = decays.from_start * dot("iv,hv", dout, before)
     if "key" in rows:
         read = decays.to_end * dot("jv,hv", u, through.dstate)
-        if options.is_delta:
+        if plan.options.is_delta:
             reader = -decays.from_start * dot("iv,hv", own.beta * through.dr, before)
     return _OfRows(dq, reader, read)
 
 
 def _intra(
-    options: Options, own: Part, query: jax.Array, dreads: jax.Array, dkkt: Any, of_states: _OfRows
+    plan: Plan, own: Part, query: jax.Array, dreads: jax.Array, dkkt: Any, of_states: _OfRows
 ) -> _OfRows:
     """Adds the sums of (12) to (14) over the pairs of a chunk, whose cotangents are planes `[..., C, C]`."""
-    (dq, reader, read), pairs, dot = of_states, own.decays.pairs, dot_of(options)
+    (dq, reader, read), pairs, dot = of_states, own.decays.pairs, dot_of(plan)
     if dq is not None:
         dq = dq + pairs.rows(dot, dreads, own.key)
     if read is not None:

@@ -33,12 +33,12 @@ from jax_attn_bwd._core import fusion
 from jax_attn_bwd._core.numerics import any_of_batch, to_rank
 from jax_attn_bwd.ops.linear_attention.matrix import (
     Dot,
+    dot_of,
     half_of,
     identity,
     joined,
     parted,
     placed,
-    product,
     row_sums,
     strictly_lower,
     transposed,
@@ -176,18 +176,18 @@ class Either(NamedTuple):
 
     def products(self, dot: Dot, x: jax.Array, y: jax.Array) -> jax.Array:
         """Returns what `Shared.products` does."""
-        return self._one(lambda pairs: pairs.products(dot, x, y))
+        return self._one(dot, lambda pairs: pairs.products(dot, x, y))
 
     def rows(self, dot: Dot, plane: jax.Array, y: jax.Array) -> jax.Array:
         """Returns what `Shared.rows` does."""
-        return self._one(lambda pairs: pairs.rows(dot, plane, y))
+        return self._one(dot, lambda pairs: pairs.rows(dot, plane, y))
 
     def columns(self, dot: Dot, plane: jax.Array, x: jax.Array) -> jax.Array:
         """Returns what `Shared.columns` does."""
-        return self._one(lambda pairs: pairs.columns(dot, plane, x))
+        return self._one(dot, lambda pairs: pairs.columns(dot, plane, x))
 
-    def _one(self, of: Callable[[Mild | AllHalved], jax.Array]) -> jax.Array:
-        strong = lambda: of(_all_halved(self.log_decay))
+    def _one(self, dot: Dot, of: Callable[[Mild | AllHalved], jax.Array]) -> jax.Array:
+        strong = lambda: of(_all_halved(self.log_decay, dot))
         return lax.cond(self.is_strong, strong, lambda: of(self.mild))
 
 
@@ -218,7 +218,7 @@ def decays(plan: Plan, log_decay: jax.Array, restarts: jax.Array | None) -> Deca
     # where a part begins, and of which part each token is
     is_zero = jnp.exp(log_decay) == 0
     restarts = is_zero if restarts is None else is_zero | restarts
-    if plan.halvings_at_once:
+    if plan.pairs in ("all halvings at once", "one product if mild"):
         return _of_channels_on_cpu(plan, log_decay, restarts)
     g, axis = jnp.where(restarts, 0, log_decay), restarts.ndim - 2
     behind = jnp.concatenate([g[..., 1:, :], jnp.zeros_like(g[..., :1, :])], axis)
@@ -250,15 +250,15 @@ def decays(plan: Plan, log_decay: jax.Array, restarts: jax.Array | None) -> Deca
 
 def _of_channels_on_cpu(plan: Plan, log_decay: jax.Array, restarts: jax.Array) -> Decays:
     """Returns the decays of channels, each the exponential of a sum that a product takes."""
-    token = np.arange(log_decay.shape[-2])
+    dot, token = dot_of(plan), np.arange(log_decay.shape[-2])
     g = jnp.where(restarts, _NEVER, log_decay)
     taken = _as_factor([token <= token[:, None], token > token[:, None]], g)
-    sums = product("ij,jd", taken, g).reshape(*g.shape[:-2], 2, *g.shape[-2:])
+    sums = dot("ij,jd", taken, g, precision=lax.Precision.HIGHEST).reshape(*g.shape[:-2], 2, *g.shape[-2:])
     since_start, to_end = sums[..., 0, :, :], sums[..., 1, :, :]
     from_start = jnp.exp(since_start)
     outer = from_start, jnp.exp(to_end), from_start[..., -1:, :]
-    if not plan.mild_at_once:
-        return Decays(restarts, *outer, _all_halved(g))
+    if plan.pairs == "all halvings at once":
+        return Decays(restarts, *outer, _all_halved(g, dot))
     from_middle = (since_start - to_end) / 2
     is_strong = any_of_batch(~(abs(lax.stop_gradient(from_middle)) <= _MILD).all())
     from_middle = jnp.where(is_strong, 0, from_middle)  # else inf, whose cotangent of 0 would make NaN
@@ -266,14 +266,14 @@ def _of_channels_on_cpu(plan: Plan, log_decay: jax.Array, restarts: jax.Array) -
     return Decays(restarts, *outer, Either(is_strong, mild, g))
 
 
-def _all_halved(g: jax.Array) -> AllHalved:
+def _all_halved(g: jax.Array, dot: Dot) -> AllHalved:
     """Returns the factors of all halvings of chunks."""
     C = g.shape[-2]
     of, token, sums = np.arange(C)[:, None], np.arange(C), []
     for size in _sizes(C):
         b = of // (2 * size) * 2 * size + size
         sums.append(np.where(of < b, (of < token) & (token < b), (b <= token) & (token <= of)))
-    found = product("ij,jd", _as_factor(sums, g), g)
+    found = dot("ij,jd", _as_factor(sums, g), g, precision=lax.Precision.HIGHEST)
     return AllHalved(jnp.exp(found.reshape(*g.shape[:-2], len(sums), *g.shape[-2:])))
 
 

@@ -34,7 +34,7 @@ from jax_attn_bwd.ops.linear_attention.chunk import Part, part
 from jax_attn_bwd.ops.linear_attention.decays import Scaled
 from jax_attn_bwd.ops.linear_attention.matrix import Dot, dot_of, solve, strictly_lower, transposed
 from jax_attn_bwd.ops.linear_attention.plan import Plan
-from jax_attn_bwd.ops.linear_attention.spec import Operands, Options
+from jax_attn_bwd.ops.linear_attention.spec import Operands
 
 
 class Result(NamedTuple):
@@ -60,15 +60,15 @@ class Inside(NamedTuple):
 @partial(jax.jit, static_argnums=0)
 def forward(plan: Plan, operands: Operands) -> Result:
     """Returns the output, the state after the last token, and those that the backward starts from."""
-    options, dot = plan.options, dot_of(plan.options)
+    dot = dot_of(plan)
     dtype = accumulator_dtype(operands.value.dtype)
-    if operands.value.shape[-3] == 1:
+    if plan.pairs == "one token":
         return _one_token(plan, operands)
 
     def group(state, tokens):
         own = part(plan, layout.of_group(plan, tokens, operands.groups), dtype)
-        within = inside(options, own)
-        after, before, u = states(options, own, within, state)
+        within = inside(plan, own)
+        after, before, u = states(plan, own, within, state)
         out = inter(dot, within, before) + intra(dot, within, u)  # (6)
         return after, (layout.rows(out.astype(operands.value.dtype)), state)
 
@@ -84,7 +84,7 @@ def _one_token(plan: Plan, operands: Operands) -> Result:
     Only the state is large there: it keeps the shape that it is given in, so that XLA updates it in place.
     """
     # the token, [..., N, 1, X]
-    dot, dtype = dot_of(plan.options), accumulator_dtype(operands.value.dtype)
+    dot, dtype = dot_of(plan), accumulator_dtype(operands.value.dtype)
     tokens = jax.tree.map(lambda x: x[0], layout.tokens(plan, operands))
     own = part(plan, layout.of_group(plan, tokens, operands.groups), dtype)
 
@@ -103,9 +103,9 @@ def _one_token(plan: Plan, operands: Operands) -> Result:
     return Result(*tie((out, final, split_heads(first, operands.groups)[None]), operands))
 
 
-def inside(options: Options, own: Part) -> Inside:
+def inside(plan: Plan, own: Part) -> Inside:
     """Computes (4), kkt, solve, and P, all that no state is needed for."""
-    (query, key, _, beta, decays, *_), dot = own, dot_of(options)
+    (query, key, _, beta, decays, *_), options, dot = own, plan.options, dot_of(plan)
     query = options.scale * query
     overlaps = kkt(dot, own) if options.is_delta else None
     return Inside(
@@ -115,7 +115,7 @@ def inside(options: Options, own: Part) -> Inside:
         transposed(decays.whole),
         decays.pairs.products(dot, query, key),
         overlaps,
-        None if overlaps is None else solve(beta * overlaps),
+        None if overlaps is None else solve(dot, beta * overlaps),
     )
 
 
@@ -134,23 +134,21 @@ def inter(dot: Dot, within: Inside, state: jax.Array) -> jax.Array:
     return within.from_start.times(dot, state)
 
 
-def states(
-    options: Options, own: Part, within: Inside, state: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def states(plan: Plan, own: Part, within: Inside, state: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Passes a group of m chunks from the state before it, `[..., K, G, H, Hv]`, by (5) and (6).
 
     Returns:
       the state behind the group, `[..., K, G, H, Hv]`; those before its chunks, `[m, ..., K, G, H, Hv]`; u of
       its tokens, `[m, ..., K, G, C, Hv]`.
     """
-    dot = dot_of(options)
+    dot = dot_of(plan)
 
     def corrected(state, given):
         value, beta, within = given
         u = dot("ij,jv", within.solved, beta * (value - within.at_start.times(dot, state)))
         return within.whole * state + within.at_end.transposed_times(dot, u), (state, u)
 
-    if options.is_delta:
+    if plan.options.is_delta:
         after, (before, u) = in_order(corrected, state, (own.value, own.beta, within))
         return after, before, u
     # u is known before the states are, and so is what each chunk adds to them

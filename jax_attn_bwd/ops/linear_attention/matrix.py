@@ -18,12 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_attn_bwd._core import targets
 from jax_attn_bwd._core.numerics import to_rank
 from jax_attn_bwd._core.sharding import explicit_spec
-from jax_attn_bwd.ops.linear_attention.spec import Options
+from jax_attn_bwd.ops.linear_attention.plan import Plan
 
-Dot = Callable[[str, jax.Array, jax.Array], jax.Array]
+Dot = Callable[..., jax.Array]
 _BASE = 16  # rows of a triangle up to which halves are parted by masks: smaller products are slower
 
 
@@ -43,20 +42,21 @@ def identity(rows: jax.Array) -> jax.Array:
     return to_rank(jnp.eye(rows.shape[-2], dtype=rows.dtype), rows.ndim)
 
 
-def dot_of(options: Options) -> Dot:
+def dot_of(plan: Plan) -> Dot:
     """Returns the product of stacks of matrices, whose axes it is told as in `dot("ij,jk", x, y)`."""
-    return partial(product, precision=options.precision)
+    return partial(product, is_merged=plan.merged_stacks, precision=plan.options.precision)
 
 
-def product(axes: str, x: jax.Array, y: jax.Array, precision: Any = lax.Precision.HIGHEST) -> jax.Array:
-    """Multiplies stacks of matrices; XLA:GPU writes one anew that `jnp.swapaxes` turned.
+def product(
+    axes: str, x: jax.Array, y: jax.Array, is_merged: bool = False, precision: Any = lax.Precision.HIGHEST
+) -> jax.Array:
+    """Multiplies stacks of matrices, maybe merged to one axis; XLA:GPU writes one anew that was turned.
 
-    On one CPU a stack is one axis: JAX 0.12 ends the process at products of eight, as under two `vmap`s. An
-    Explicit mesh, if of one device, does not let an axis go that it names.
+    An Explicit mesh, if of one device, does not let an axis go that it names.
     """
     x_axes, y_axes = axes.split(",")
     rest, stack = "".join(a for a in x_axes + y_axes if axes.count(a) == 1), x.shape[:-2]
-    is_merged = len(stack) > 1 and stack == y.shape[:-2] and targets.is_one_cpu()
+    is_merged = is_merged and len(stack) > 1 and stack == y.shape[:-2]
     is_merged = is_merged and not any(explicit_spec(x)[:-2] + explicit_spec(y)[:-2])
     if is_merged:
         x, y = (z.reshape(math.prod(stack), *z.shape[-2:]) for z in (x, y))
@@ -65,10 +65,8 @@ def product(axes: str, x: jax.Array, y: jax.Array, precision: Any = lax.Precisio
 
 
 def row_sums(x: jax.Array) -> jax.Array:
-    """Returns the sums of rows, `[..., 1]`; on a CPU by a product, as JAX 0.10 is slow at reductions."""
-    if targets.platform() != "cpu":
-        return x.sum(-1, keepdims=True)
-    return jnp.matmul(x, jnp.ones((x.shape[-1], 1), x.dtype), precision=lax.Precision.HIGHEST)
+    """Returns the sums of rows, `[..., 1]`."""
+    return x.sum(-1, keepdims=True)
 
 
 def half_of(x: jax.Array, which: int, like: jax.Array | None = None, size: int = 0) -> jax.Array:
@@ -111,9 +109,9 @@ def _pairs(diagonal: jax.Array) -> tuple[jax.Array, jax.Array]:
     return halves[..., 0, :, :], halves[..., 1, :, :]
 
 
-def solve(plane: jax.Array) -> jax.Array:
+def solve(dot: Dot, plane: jax.Array) -> jax.Array:
     """Returns M = (I + A)^-1 `[..., C, C]` of A, a strictly lower `plane` `[..., C, C]`, by (3)."""
-    dot, size = partial(product, "ij,jk"), min(_BASE, plane.shape[-1])
+    dot, size = partial(dot, "ij,jk", precision=lax.Precision.HIGHEST), min(_BASE, plane.shape[-1])
     diagonal, below = parted(plane, size)
     # the smallest blocks whole, side by side: what is not between two halves is masked
     found, number, half = identity(diagonal) + jnp.zeros_like(diagonal), np.arange(size), 1

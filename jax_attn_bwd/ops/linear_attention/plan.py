@@ -7,11 +7,56 @@ A call that forms little is one group on a CPU: no loop parts its forward from i
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from jax_attn_bwd._core import targets
+from jax_attn_bwd._core.choices import Rule, Way
 from jax_attn_bwd._core.numerics import accumulator_dtype, ceil_div
 from jax_attn_bwd.ops.linear_attention.spec import Operands, Options
+
+WAYS = (
+    Way("one token", "forward.py", "T = 1, as in decoding: the forward", "XLA updates the state in place"),
+    Way("plane", "decays.py", "a decay of all channels, or none"),
+    Way("halvings", "decays.py", "a decay of each channel; on a CPU with the rules off"),
+    Way(
+        "all halvings at once",
+        "decays.py",
+        "a decay of each channel: CPU, chunks of 16, of 32 with wide values",
+        "0.4 to 0.7 of a step, half the time to compile",
+        "27a1952",
+    ),
+    Way(
+        "one product if mild",
+        "decays.py",
+        "a decay of each channel: one CPU, 17 tokens or more, no documents; else all halvings at once",
+        "one product for six, in chunks of 64; seen at run time",
+        "d8926f1",
+    ),
+)
+Name = Literal["one token", "plane", "halvings", "all halvings at once", "one product if mild"]
+
+HALVINGS_AT_ONCE = Rule(
+    "linear_halvings_at_once",
+    "CPU, decays of channels",
+    "Many small products are slow: steps take 0.4 to 0.7 of their time with few large ones.",
+)
+MILD_AT_ONCE = Rule(
+    "linear_mild_at_once",
+    "one CPU, all halvings at once, 17 tokens or more, no documents",
+    "Mild decays take one product for six; a delta rule keeps short chunks, whose inverse costs less.",
+)
+CACHED_GROUPS = Rule(
+    "linear_cached_groups",
+    "CPU",
+    "A cache holds what a group forms, 1 MiB, or it is the whole call, 16 MiB; chips take 256 MiB.",
+)
+MERGED_STACKS = Rule(
+    "linear_merged_stacks",
+    "one CPU",
+    "A stack of matrices has one axis: XLA:CPU of JAX 0.12 ends the process at products of eight axes.",
+    "crash",
+)
+RULES = (HALVINGS_AT_ONCE, MILD_AT_ONCE, CACHED_GROUPS, MERGED_STACKS)
 
 CHUNK = 64  # tokens; with fewer, products are small, with more, those within a chunk are most of the work
 _CPU_BYTES = 1 << 20  # of what a group forms in all heads, so that a cache holds it
@@ -30,18 +75,25 @@ class Plan:
     Attributes:
       options: what is computed.
       implementation: the name of the one that runs.
+      pairs: how tokens of a chunk see one another under their decays, a name of `WAYS`.
       chunk: C, a power of two.
       side_by_side: m, the chunks of a group.
-      halvings_at_once: whether decays of channels take all halvings of a chunk at once, for a CPU.
-      mild_at_once: whether mild ones take one product instead, which is seen at run time.
+      merged_stacks: whether products take stacks of matrices as one axis.
     """
 
     options: Options
     implementation: str
+    pairs: Name
     chunk: int
     side_by_side: int
-    halvings_at_once: bool = False
-    mild_at_once: bool = False
+    merged_stacks: bool
+
+    @property
+    def way(self) -> str:
+        """How a call is computed, for `explain`."""
+        if self.pairs == "one token":
+            return self.pairs
+        return f"{self.pairs}; chunks of {self.chunk} tokens, {self.side_by_side} side by side"
 
     def groups_of(self, T: Any) -> Any:
         """Counts the groups of T tokens, which may be symbolic."""
@@ -50,28 +102,33 @@ class Plan:
 
 def plan(implementation: str, options: Options, operands: Operands) -> Plan:
     """Returns the plan of a call whose implementation is chosen."""
-    T = operands.value.shape[-3]
+    T, merged = operands.value.shape[-3], MERGED_STACKS.holds(targets.is_one_cpu())
+    of_channels, on_cpu = _has_decays_of_channels(operands), targets.platform() == "cpu"
     if not isinstance(T, int):
-        return Plan(options, implementation, CHUNK, 1)
-    at_once = T > 1 and _has_decays_of_channels_on_cpu(operands)
-    # a restart is not mild, and several devices would hear of one another in each group
-    is_mild_at_once = at_once and T > _CHUNK_OF_HALVINGS and operands.restarts is None
-    is_mild_at_once = is_mild_at_once and targets.is_one_cpu()
+        return Plan(options, implementation, "halvings" if of_channels else "plane", CHUNK, 1, merged)
+    if T == 1:
+        return Plan(options, implementation, "one token", 1, 1, merged)
+    pairs: Name = "halvings" if of_channels else "plane"
+    if HALVINGS_AT_ONCE.holds(of_channels and on_cpu and T > 1):
+        # a restart is not mild, and several devices would hear of one another in each group
+        may_be_mild = T > _CHUNK_OF_HALVINGS and operands.restarts is None and targets.is_one_cpu()
+        pairs = "one product if mild" if MILD_AT_ONCE.holds(may_be_mild) else "all halvings at once"
     # one product costs little more in a long chunk; the inverse of a delta rule does
-    is_short = at_once and (options.is_delta or not is_mild_at_once)
+    is_short = pairs == "all halvings at once" or (pairs == "one product if mild" and options.is_delta)
     longest = min(CHUNK, _chunk_of_halvings(operands)) if is_short else CHUNK
     chunk = min(longest, 1 << max(T - 1, 0).bit_length())
     chunks = max(ceil_div(T, chunk), 1)
     # groups of like size, lest much of the last one be filled up
-    groups = ceil_div(chunks, min(_side_by_side(chunk, chunks, at_once, operands), chunks))
-    return Plan(options, implementation, chunk, ceil_div(chunks, groups), at_once, is_mild_at_once)
+    is_cached = CACHED_GROUPS.holds(on_cpu)
+    halves_at_once = pairs in ("all halvings at once", "one product if mild")
+    groups = ceil_div(chunks, min(_side_by_side(chunk, chunks, halves_at_once, is_cached, operands), chunks))
+    return Plan(options, implementation, pairs, chunk, ceil_div(chunks, groups), merged)
 
 
-def _has_decays_of_channels_on_cpu(operands: Operands) -> bool:
-    """Tells whether channels have decays of their own, on a CPU."""
+def _has_decays_of_channels(operands: Operands) -> bool:
+    """Tells whether channels have decays of their own."""
     g, H = operands.log_decay, operands.key.shape[-1]
-    of_channels = g is not None and g.ndim == operands.value.ndim and isinstance(H, int) and H > 1
-    return of_channels and targets.platform() == "cpu"
+    return g is not None and g.ndim == operands.value.ndim and isinstance(H, int) and H > 1
 
 
 def _chunk_of_halvings(operands: Operands) -> int:
@@ -81,7 +138,9 @@ def _chunk_of_halvings(operands: Operands) -> int:
     return 2 * _CHUNK_OF_HALVINGS if is_wide else _CHUNK_OF_HALVINGS
 
 
-def _side_by_side(chunk: int, chunks: int, halvings_at_once: bool, operands: Operands) -> int:
+def _side_by_side(
+    chunk: int, chunks: int, halvings_at_once: bool, is_cached: bool, operands: Operands
+) -> int:
     """Returns how many of the `chunks` a group may have."""
     (*batch, _, N, Hv), H = operands.value.shape, operands.key.shape[-1]
     itemsize = accumulator_dtype(operands.value.dtype).itemsize
@@ -94,7 +153,7 @@ def _side_by_side(chunk: int, chunks: int, halvings_at_once: bool, operands: Ope
         least = 1
     # what a chunk forms: some rows of each head, some planes, some states
     formed = math.prod(batch) * N * (4 * chunk * (H + Hv) + 4 * chunk**2 + 2 * H * Hv) * itemsize
-    if targets.platform() != "cpu":
+    if not is_cached:
         return max(least, _CHIP_BYTES // max(formed, 1))
     if chunks * formed <= _CPU_BYTES_OF_ALL:
         return chunks

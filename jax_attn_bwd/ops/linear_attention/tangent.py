@@ -42,7 +42,7 @@ from jax_attn_bwd.ops.linear_attention.spec import Operands
 @partial(jax.jit, static_argnums=0)
 def tangent(plan: Plan, operands: Operands, tangents: Operands) -> tuple[jax.Array, jax.Array]:
     """Returns the tangents of the output and of the final state; None in `tangents` is zero."""
-    options, dtype = plan.options, accumulator_dtype(operands.value.dtype)
+    dtype = accumulator_dtype(operands.value.dtype)
     moved = {
         name: jnp.zeros_like(x) if (t := getattr(tangents, name)) is None else t
         for name, x in operands._asdict().items()
@@ -56,7 +56,7 @@ def tangent(plan: Plan, operands: Operands, tangents: Operands) -> tuple[jax.Arr
 
     def group(states, given):
         told, moves = (layout.of_group(plan, x, operands.groups) for x in given)
-        states, dout = in_order(partial(_next, options), states, _of_group(plan, told, moves, dtype))
+        states, dout = in_order(partial(_next, plan), states, _of_group(plan, told, moves, dtype))
         return states, layout.rows(dout)
 
     group = jax.checkpoint(group, prevent_cse=False)
@@ -71,8 +71,8 @@ def _of_group(
 ) -> tuple[Any, Any, Inside, Inside, TokenRows]:
     """Returns value, beta and insides of chunks, then tangents: of these by (19) and (20), of the tokens."""
     options = plan.options
-    own, dot = part(plan, tokens, dtype), dot_of(options)
-    within, decays = inside(options, own), own.decays
+    own, dot = part(plan, tokens, dtype), dot_of(plan)
+    within, decays = inside(plan, own), own.decays
     moved = jax.tree.map(lambda x: x.astype(dtype), along._replace(restarts=None))
     dquery = options.scale * unit_gradient(own.query, own.query_factor, moved.query)
     dkey = unit_gradient(own.key, own.key_factor, moved.key)
@@ -101,11 +101,11 @@ def _of_group(
     return own.value, own.beta, within, moves, moved
 
 
-def _next(options, states, given):
+def _next(plan, states, given):
     """Returns the state and its tangent behind a chunk, and the tangent of the output, (21) to (23)."""
-    (state, dstate), (u, beta, within, moves, moved), dot = states, given, dot_of(options)
+    (state, dstate), (u, beta, within, moves, moved), dot = states, given, dot_of(plan)
     du = moved.value
-    if options.is_delta:
+    if plan.options.is_delta:
         rest = u - within.at_start.times(dot, state)
         u = dot("ij,jv", within.solved, beta * rest)
         du = du - moves.at_start.times(dot, state) - within.at_start.times(dot, dstate)

@@ -41,7 +41,7 @@ import jax.numpy as jnp
 
 from jax_attn_bwd._core import float_leaves
 from jax_attn_bwd._core.numerics import accumulator_dtype, reduce_to, to_rank
-from jax_attn_bwd._core.products import sum_of_products
+from jax_attn_bwd._core.products import accumulated, sum_of_products
 from jax_attn_bwd._core.rotary import rotate
 from jax_attn_bwd._core.sharding import match_type, reshard_like
 from jax_attn_bwd.ops.dot_product import engine
@@ -50,7 +50,6 @@ from jax_attn_bwd.ops.multi_head import appended
 from jax_attn_bwd.ops.multi_head.plan import Plan
 from jax_attn_bwd.ops.multi_head.projections import (
     attention_operands,
-    matmul,
     matmul_over_rows,
     output_factors,
     project,
@@ -222,7 +221,7 @@ def _undo_output_projection(options, through, residuals, live, dout):
         grads["out_kernel"] = matmul_over_rows("tnh", "to", "nho", a, dy, options.precision)  # (6)
     if not through:
         return grads, None
-    da = matmul("...to,nho->...tnh", dy, operands.out_kernel, options.precision)
+    da = accumulated("...to,nho->...tnh", dy, operands.out_kernel, options.precision)
     return grads, reshard_like(da.astype(a.dtype), a, tuple(range(a.ndim)))  # (6)
 
 
@@ -248,7 +247,7 @@ def _undo_projections(options, residuals, clean, grads, shares):
             if kernel is None:  # then x itself was every head
                 dx = dy.astype(dtype).sum(-2)
             else:
-                dx = matmul("...tnh,enh->...te", dy, kernel, options.precision)
+                dx = accumulated("...tnh,enh->...te", dy, kernel, options.precision)
             grads[source] = _add(grads.get(source), dx)
 
     # in the types of the arguments

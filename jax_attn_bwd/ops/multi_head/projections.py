@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jax_attn_bwd._core import dropout, targets
+from jax_attn_bwd._core import dropout
 from jax_attn_bwd._core.numerics import accumulator_dtype, to_rank, total
-from jax_attn_bwd._core.products import einsum
+from jax_attn_bwd._core.products import accumulated
 from jax_attn_bwd._core.rotary import rotate
 from jax_attn_bwd._core.sharding import axis_size, explicit_spec, reshard_like
 from jax_attn_bwd.ops.dot_product import spec as dot_product
@@ -20,20 +20,12 @@ from jax_attn_bwd.ops.multi_head.spec import INPUTS, Heads, Operands, Options
 OUT = (0x6F757470, 0x75740000)  # tells the output's draws from those of the probabilities
 
 
-def matmul(subscripts: str, x: jax.Array, y: jax.Array, precision: Any = None) -> jax.Array:
-    """Computes `einsum`, accumulated and returned in float32 or wider."""
-    dtype = accumulator_dtype(x.dtype)
-    if not targets.multiplies(x.dtype):
-        x, y = x.astype(dtype), y.astype(dtype)
-    return einsum(subscripts, x, y, precision=precision, preferred_element_type=dtype)
-
-
 def matmul_over_rows(
     left: str, right: str, out: str, x: jax.Array, y: jax.Array, precision: Any
 ) -> jax.Array:
-    """Computes `matmul` of axes `left` and `right`, contracted over the batch axes in front of them too."""
+    """Computes `accumulated` of axes `left` and `right`, contracted over the batch axes in front, too."""
     batch = "uvwxyzabcd"[: x.ndim - len(left)]
-    return matmul(f"{batch}{left},{batch}{right}->{out}", x, y, precision)
+    return accumulated(f"{batch}{left},{batch}{right}->{out}", x, y, precision)
 
 
 @partial(jax.jit, static_argnums=(0,))
@@ -79,7 +71,7 @@ def _mapped(options: Options, x: jax.Array, kernel: Any, bias: Any) -> jax.Array
     """Maps `x [..., T, E]` to heads `[..., T, N, H]`; without a kernel to one head."""
     if kernel is None:
         return x[..., None, :]
-    y = matmul("...te,enh->...tnh", x, kernel, options.precision)
+    y = accumulated("...te,enh->...tnh", x, kernel, options.precision)
     return y if bias is None else y + to_rank(bias.astype(y.dtype), y.ndim)
 
 
@@ -153,7 +145,7 @@ def _joined(options: Options, z: jax.Array, kernel: Any) -> jax.Array:
     if kernel is None:
         out = z.reshape(*z.shape[:-2], z.shape[-2] * z.shape[-1])
         return out.astype(accumulator_dtype(z.dtype))
-    return matmul("...tnh,nho->...to", z, kernel, options.precision)
+    return accumulated("...tnh,nho->...to", z, kernel, options.precision)
 
 
 def _finished(options: Options, operands: Operands, out: jax.Array, query: Any) -> jax.Array:

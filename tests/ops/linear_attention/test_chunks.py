@@ -20,10 +20,11 @@ from jax import export
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_attn_bwd as jab
+from jax_attn_bwd._core import choices
 from jax_attn_bwd.ops.linear_attention import decays
 from jax_attn_bwd.ops.linear_attention import plan as planning
 from jax_attn_bwd.ops.linear_attention.cases import case
-from jax_attn_bwd.ops.linear_attention.matrix import solve
+from jax_attn_bwd.ops.linear_attention.matrix import product, solve
 
 DELTA, LINEAR = (
     next(o for o in OPERATORS if o.name == n) for n in ("gated_delta_rule", "gated_linear_attention")
@@ -52,7 +53,7 @@ def test_groups_of_any_size(operator, decay, at_once, monkeypatch):
     one = case("", B=(1,), T=50, decay=decay, delta=operator is DELTA, state=True, segments=3, lengths=(44,))
     arrays, options = one.arrays(), NORM
     monkeypatch.setattr(planning, "CHUNK", 8)
-    monkeypatch.setattr(planning, "_has_decays_of_channels_on_cpu", lambda _: at_once)
+    monkeypatch.setenv(choices.WITHOUT, "" if at_once else "linear_halvings_at_once")
     expected = gradients(operator.reference, operator, arrays, options)
     for m in (1, 2):
         monkeypatch.setattr(planning, "_side_by_side", lambda *_, m=m: m)
@@ -94,7 +95,7 @@ def test_inverse_of_a_triangle_with_huge_powers(size):
     """The powers of this one reach 1e30 and more, its inverse does not."""
     plane = np.tril(2 * np.ones((1, size, size)), -1)
     exact = np.linalg.inv(np.eye(size) + plane[0])
-    assert_close(quick_jit(solve)(jnp.asarray(plane, jnp.float32))[0], exact, 1e-5)
+    assert_close(quick_jit(partial(solve, product))(jnp.asarray(plane, jnp.float32))[0], exact, 1e-5)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +108,7 @@ def test_inverse_of_a_triangle_with_huge_powers(size):
 )
 def test_decays_of_all_sizes_in_float32(decay, at_once, rng, monkeypatch):
     """From none to more than float32 can hold the inverse of; also as a chip takes halves."""
-    monkeypatch.setattr(planning, "_has_decays_of_channels_on_cpu", lambda _: at_once)
+    monkeypatch.setenv(choices.WITHOUT, "" if at_once else "linear_halvings_at_once")
     arrays = case("", T=100, decay=decay, state=True).arrays()
     g = -(10.0 ** rng.uniform(-4, 3, arrays["log_decay"].shape))
     arrays["log_decay"] = jnp.asarray(np.where(rng.random(g.shape) < 0.05, -np.inf, g))
@@ -225,6 +226,23 @@ def test_channels_on_a_mesh_of_one_device(growth, one_device):
         mapped = jax.shard_map(step, in_specs=spec, out_specs=spec)
         assert_trees_close(quick_jit(step)(placed), expected, 1e-5)
         assert_trees_close(quick_jit(mapped)(placed), expected, 1e-5)
+
+
+@pytest.mark.usefixtures("one_device")
+def test_explain_names_how_tokens_see_one_another_and_the_rules_that_chose_it():
+    def portable(T, decay):
+        given = shapes(case("", B=(1,), T=T, decay=decay, delta=False), jnp.float32)
+        return jab.explain(jab.gated_linear_attention, **given).choices[-1]
+
+    assert portable(1, "head").way == "one token"
+    assert portable(512, "head").way.startswith("plane; chunks of 64 tokens")
+    few, many = portable(16, "channel"), portable(512, "channel")
+    assert few.way == "all halvings at once; chunks of 16 tokens, 1 side by side"
+    assert few.rules == ("linear_merged_stacks", "linear_halvings_at_once", "linear_cached_groups")
+    assert many.way.startswith("one product if mild; chunks of 64")
+    assert "linear_mild_at_once" in many.rules
+    with choices.without("linear_halvings_at_once"):
+        assert portable(512, "channel").way.startswith("halvings; chunks of 64")
 
 
 def test_what_is_saved_is_no_more_than_the_inputs():
