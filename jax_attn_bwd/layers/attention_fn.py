@@ -23,7 +23,7 @@ from jax_attn_bwd.layers.multi_head import (
     promote,
     rotated,
 )
-from jax_attn_bwd.ops.dot_product import arguments, dot_product_attention, engine
+from jax_attn_bwd.ops.dot_product import arguments, blockwise, dot_product_attention
 
 _NAME, _CONFIGURED = "attention_fn", "configured_attention_fn"
 
@@ -292,7 +292,7 @@ def attention_weights(
     """Returns `[..., N, T, S]`, float32 or wider."""
     given |= dict(scale=None, sink=None, dropout_rate=0.0, dropout_key=None, dropout_offset=None)
     options, operands = arguments.prepare(_NAME, query, key, value, bias, mask, **given)
-    p = engine.probabilities(engine.plane(options, operands), None)  # [..., K, G, T, S]
+    p = blockwise.probabilities(blockwise.plane(options, operands), None)  # [..., K, G, T, S]
     return p.reshape(*query.shape[:-3], query.shape[-2], *p.shape[-2:])
 
 

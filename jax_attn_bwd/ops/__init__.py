@@ -14,7 +14,7 @@ Dense attention has more ideas: `mask` who sees whom, `visibility` how that is r
 scores as functions; `plan` the ways of computing, of which `portable` has a file each: the `plane` at once,
 `tiles`, and `strips` for GPUs; `clean_operands` what all of them read; `block` the chain from products to
 probabilities, `online_softmax` the sums over tiles, `row_terms` lse and delta; `devices` queries that lie on
-several devices; `engine` the door for layers and rings.
+several devices; `blockwise` the door for layers and rings.
 
 Graph attention is three operators that share `rule` and `derivatives`, the `_bwd` of all; `kinds`
 holds what they differ in, `structure`, `groups` and `loops` the graph, `edge_ops` the sums over edges.

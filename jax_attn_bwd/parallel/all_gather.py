@@ -15,7 +15,7 @@ from jax import lax
 
 from jax_attn_bwd._core import fusion
 from jax_attn_bwd._core.numerics import accumulator_dtype
-from jax_attn_bwd.ops.dot_product import engine
+from jax_attn_bwd.ops.dot_product import blockwise
 from jax_attn_bwd.ops.dot_product.spec import Operands, Residuals, Result
 from jax_attn_bwd.parallel.arguments import Exchange
 from jax_attn_bwd.parallel.ring import of_keys, sequence_axis, with_keys
@@ -30,28 +30,28 @@ def example(exchange: Exchange, operands: Operands) -> Operands:
     return with_keys(operands, gathered)._replace(sink=operands.sink)
 
 
-def forward(exchange: Exchange, plan: engine.Plan, operands: Operands) -> Result:
+def forward(exchange: Exchange, plan: blockwise.Plan, operands: Operands) -> Result:
     """Attends to all keys, on operands that all vary over the same axes."""
-    return engine.forward(plan, example(exchange, operands))
+    return blockwise.forward(plan, example(exchange, operands))
 
 
 def tangent(
-    exchange: Exchange, plan: engine.Plan, operands: Operands, result: Result, tangents: Operands
+    exchange: Exchange, plan: blockwise.Plan, operands: Operands, result: Result, tangents: Operands
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the two sums over all keys, of the tangents that are not None."""
     whole, of_whole = (example(exchange, given) for given in (operands, tangents))
-    return engine.tangent_sums(plan, whole, result, of_whole)
+    return blockwise.tangent_sums(plan, whole, result, of_whole)
 
 
 def backward(
-    exchange: Exchange, plan: engine.Plan, residuals: Residuals, dout: jax.Array, dlse: Any
+    exchange: Exchange, plan: blockwise.Plan, residuals: Residuals, dout: jax.Array, dlse: Any
 ) -> dict[str, jax.Array]:
     """Returns the gradients of those of query, key, value and bias that are wanted."""
     # keys and values are gathered again, and one block gives all gradients
     operands, result, wanted = residuals
     mine = of_keys(exchange, operands)
     whole = example(exchange, fusion.barrier(operands))  # else XLA keeps what the forward gathered
-    parts = engine.backward(plan, whole, result, wanted.names, dout, dlse, alone=True)
+    parts = blockwise.backward(plan, whole, result, wanted.names, dout, dlse, alone=True)
     dtype = accumulator_dtype(operands.query.dtype)
 
     # what belongs to the keys is summed over the devices, each of which keeps its own part

@@ -49,7 +49,7 @@ from jax import lax
 from jax_attn_bwd._core import float_leaves
 from jax_attn_bwd._core.numerics import accumulator_dtype
 from jax_attn_bwd._core.sharding import full_like_operands
-from jax_attn_bwd.ops.dot_product import engine, mod_functions, visibility
+from jax_attn_bwd.ops.dot_product import blockwise, mod_functions, visibility
 from jax_attn_bwd.ops.dot_product import online_softmax as online
 from jax_attn_bwd.ops.dot_product.layout import put_part, take_part
 from jax_attn_bwd.ops.dot_product.spec import AXES, Operands, Residuals, Result
@@ -85,14 +85,14 @@ def example(exchange: Exchange, operands: Operands) -> Operands:
     return _block_of(exchange, operands, of_keys(exchange, operands), 0)
 
 
-def forward(exchange: Exchange, plan: engine.Plan, operands: Operands) -> Result:
+def forward(exchange: Exchange, plan: blockwise.Plan, operands: Operands) -> Result:
     """Computes (1) to (4), on operands that all vary over the same axes."""
 
     def fold(state, moving, offset):
         given = _block_of(exchange, operands, moving, offset)
 
         def compute(state):  # (1) to (3)
-            result = engine.forward(plan, given)
+            result = blockwise.forward(plan, given)
             return online.merged(state, result.widest_out(), result.lse, result.lse_rounding)
 
         return _if_seen(given, compute, lambda state: state, state)
@@ -103,7 +103,7 @@ def forward(exchange: Exchange, plan: engine.Plan, operands: Operands) -> Result
 
 
 def tangent(
-    exchange: Exchange, plan: engine.Plan, operands: Operands, result: Result, tangents: Operands
+    exchange: Exchange, plan: blockwise.Plan, operands: Operands, result: Result, tangents: Operands
 ) -> tuple[jax.Array, jax.Array]:
     """Computes (8), with the sink in mu, of the tangents that are not None; all vary over the same axes."""
 
@@ -111,14 +111,14 @@ def tangent(
         keys, moving_tangents = moving
         given = _block_of(exchange, operands, keys, offset)
         block = _block_of(exchange, tangents, moving_tangents, offset, keys["key"].shape[-3])
-        add = lambda sums: jax.tree.map(jnp.add, sums, engine.tangent_sums(plan, given, result, block))
+        add = lambda sums: jax.tree.map(jnp.add, sums, blockwise.tangent_sums(plan, given, result, block))
         return _if_seen(given, add, lambda sums: sums, sums)
 
     mu = full_like_operands(result.lse, result.lse.shape, 0, result.lse.dtype, (operands, tangents, result))
     total = jnp.broadcast_to(mu[..., None], result.out.shape)
     if tangents.sink is not None:
         assert operands.sink is not None  # it has a tangent
-        mu = mu + engine.tangent_of_sink(operands.sink, result, tangents.sink)
+        mu = mu + blockwise.tangent_of_sink(operands.sink, result, tangents.sink)
     return _around(exchange, fold, (total, mu), (of_keys(exchange, operands), of_keys(exchange, tangents)))
 
 
@@ -138,7 +138,7 @@ def _around(exchange: Exchange, fold: Any, state: Any, mine: Any) -> Any:
 
 
 def backward(
-    exchange: Exchange, plan: engine.Plan, residuals: Residuals, dout: jax.Array, dlse: Any
+    exchange: Exchange, plan: blockwise.Plan, residuals: Residuals, dout: jax.Array, dlse: Any
 ) -> dict[str, jax.Array]:
     """Computes (5) and (6): the gradients wanted of query, key, value and bias, in a wide type."""
     # sums in a wide type: those of the queries stay, those of the keys go around with them
@@ -156,7 +156,7 @@ def backward(
         given = _block_of(exchange, operands, moving, offset)
 
         def compute(stay):
-            parts = engine.backward(plan, given, result, wanted.names, dout, dlse)
+            parts = blockwise.backward(plan, given, result, wanted.names, dout, dlse)
             stay = {name: _added(exchange, name, x, getattr(parts, name), offset) for name, x in stay.items()}
             return stay, {name: getattr(parts, name) for name in go}
 

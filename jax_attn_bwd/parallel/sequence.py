@@ -15,7 +15,7 @@ from jax_attn_bwd._core import checks, float_leaves, pallas, secondary_calls
 from jax_attn_bwd._core.operation import Operation
 from jax_attn_bwd._core.sharding import match_type, tie
 from jax_attn_bwd._core.types import Array, SequenceLayout, typed_like
-from jax_attn_bwd.ops.dot_product import dot_product_attention, engine
+from jax_attn_bwd.ops.dot_product import blockwise, dot_product_attention
 from jax_attn_bwd.ops.dot_product.spec import (
     DIFFERENTIABLE,
     DotProductAttentionKeywords,
@@ -249,7 +249,7 @@ def _run(
     exchange, static, operands = prepare(operator, *arrays, axis_name=axis_name, **given)
     return_residual = checks.flag(operator, "return_residual", return_residual)
     example = jax.eval_shape(partial(_EXCHANGES[operator].example, exchange), _alike(exchange, operands))
-    plan = engine.plan(operator, implementation, static, example)
+    plan = blockwise.plan(operator, implementation, static, example)
     run = _OPERATION.runner(operator, forward_mode)
     out, lse = run((operator, exchange, plan), operands)
     return (out, lse) if return_residual else out
@@ -263,7 +263,7 @@ def _alike(exchange: Exchange, operands: Operands) -> Operands:
     return pallas.vary_alike((operands, lax.axis_index(exchange.axis_name)))[0]
 
 
-def _primal(static: tuple[str, Exchange, engine.Plan], operands: Operands) -> tuple[jax.Array, jax.Array]:
+def _primal(static: tuple[str, Exchange, blockwise.Plan], operands: Operands) -> tuple[jax.Array, jax.Array]:
     result = _exchanged(static, operands)
     return result.out, result.lse
 
@@ -276,8 +276,8 @@ def _exchanged(static, operands) -> Result:
 
 def _forward(static, operands, wanted):
     *exchange, plan = static
-    result = _exchanged((*exchange, engine.differentiated(plan, wanted)), operands)
-    kept = engine.pack_residuals(plan, result, wanted)
+    result = _exchanged((*exchange, blockwise.differentiated(plan, wanted)), operands)
+    kept = blockwise.pack_residuals(plan, result, wanted)
     return (kept.out, kept.lse), (operands, kept)
 
 
@@ -285,12 +285,12 @@ def _backward(static, saved, wanted, cotangents):
     operator, exchange, plan = static
     (operands, result), (dout, dlse) = saved, cotangents
     # what no one sees has no gradient, whatever its cotangent is
-    result = engine.unpack_residuals(result)
+    result = blockwise.unpack_residuals(result)
     alike, names = _alike(exchange, operands), wanted - {"sink"}
     if dout is None:
         dout = jnp.zeros_like(result.out)
     else:
-        dout = jnp.where(engine.sees_nothing(alike, result)[..., None], 0, dout)
+        dout = jnp.where(blockwise.sees_nothing(alike, result)[..., None], 0, dout)
     if dlse is not None:
         dlse = jnp.where(result.lse == -jnp.inf, 0, dlse)  # nothing seen: it may be anything
     # gradients of the exchange; the sink's is that of whole rows
@@ -298,8 +298,8 @@ def _backward(static, saved, wanted, cotangents):
     if names:
         grads = run(exchange, plan, Residuals(alike, result, Wanted(names)), dout, dlse)
     if "sink" in wanted:
-        delta = engine.delta(plan.options, alike, result, dout, dlse)
-        grads["sink"] = engine.gradient_of_sink(alike.sink, result, delta)  # (7) of `ring.py`
+        delta = blockwise.delta(plan.options, alike, result, dout, dlse)
+        grads["sink"] = blockwise.gradient_of_sink(alike.sink, result, delta)  # (7) of `ring.py`
     # each gradient has the type of its operand
     matched = {
         name: jax.tree.map(match_type, x, float_leaves.floats(getattr(operands, name)))
@@ -311,10 +311,10 @@ def _backward(static, saved, wanted, cotangents):
 def _tangent(static, saved, tangents):
     operator, exchange, plan = static
     operands, result = saved
-    result = engine.unpack_residuals(result)
+    result = blockwise.unpack_residuals(result)
     alike, tangents = pallas.vary_alike((_alike(exchange, operands), tangents))
     total, mu = _EXCHANGES[operator].tangent(exchange, plan, alike, result, tangents)
-    dout = engine.through_softmax(result, total, mu)  # (9) of `ring.py`
+    dout = blockwise.through_softmax(result, total, mu)  # (9) of `ring.py`
     return dout.astype(result.out.dtype), mu
 
 

@@ -42,7 +42,7 @@ from jax_attn_bwd import (
 )
 from jax_attn_bwd._core.cases import Case
 from jax_attn_bwd._core.secondary_calls import complete
-from jax_attn_bwd.ops.dot_product import engine, visibility
+from jax_attn_bwd.ops.dot_product import blockwise, visibility
 from jax_attn_bwd.ops.dot_product.arguments import prepare
 from jax_attn_bwd.ops.dot_product.plan import Materialized, count
 from jax_attn_bwd.ops.dot_product.portable import tiles
@@ -115,7 +115,7 @@ def visited(case: Case, query: jax.Array) -> str:
     given = complete("bench", dot_product_attention, DotProductAttentionKeywords, case.options)
     del given["implementation"]
     options, operands = prepare("bench", query, query, query, None, None, **given)
-    schedule, T = engine.planned("xla", options, operands).schedule, query.shape[1]
+    schedule, T = blockwise.planned("xla", options, operands).schedule, query.shape[1]
     if isinstance(schedule, Materialized):
         return f"{schedule.batch_slices} batch slices of whole planes"
     laid = visibility.tile_mask(operands.mask, None, operands.sizes)

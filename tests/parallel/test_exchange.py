@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from parallel.sequences import AXIS, KINDS, LAYOUTS, TOKENS, draw, mesh
 
 from jax_attn_bwd import dot_product_attention, parallel
-from jax_attn_bwd.ops.dot_product import engine, visibility
+from jax_attn_bwd.ops.dot_product import blockwise, visibility
 from jax_attn_bwd.ops.dot_product.mask import Mask
 from jax_attn_bwd.ops.dot_product.visibility import Tokens
 from jax_attn_bwd.parallel import ring
@@ -107,8 +107,8 @@ def executed(monkeypatch, layout, n=4, **options):
 
         return run
 
-    monkeypatch.setattr(ring.engine, "forward", counting(0, engine.forward))
-    monkeypatch.setattr(ring.engine, "backward", counting(1, engine.backward))
+    monkeypatch.setattr(ring.blockwise, "forward", counting(0, blockwise.forward))
+    monkeypatch.setattr(ring.blockwise, "backward", counting(1, blockwise.backward))
     lay, _ = LAYOUTS[layout]
     jax.clear_caches()  # nothing is traced again that was without these
     x = np.random.default_rng(0).standard_normal((1, 8 * n, 2, 3))

@@ -73,7 +73,7 @@ LAYERS = (
     ("ops/*/portable/*",),
     ("ops/*/forward",),
     ("ops/*/backward", "ops/*/tangent"),
-    ("ops/*/engine",),
+    ("ops/*/blockwise",),
     # the one operator that builds on another, through its block
     ("ops/multi_head/projections", "ops/multi_head/appended", "ops/multi_head/plan"),
     ("ops/multi_head/forward", "ops/multi_head/backward"),
@@ -88,7 +88,7 @@ LAYERS = (
     ("__init__",),
     ("check/*",),
 )
-DOORS = ("engine", "spec", "mask", "visibility", "arguments")  # what one operator imports of another
+DOORS = ("blockwise", "spec", "mask", "visibility", "arguments")  # what one operator imports of another
 RANKS = [(pattern, rank) for rank, row in enumerate(LAYERS) for pattern in row]
 SIZES = {"kernels": 1000, "": 700}  # lines of a file, by folder
 TESTS = ROOT.parent / "tests"

@@ -10,10 +10,10 @@ from jax_attn_bwd._core.numerics import accumulator_dtype
 from jax_attn_bwd._core.operation import Operation
 from jax_attn_bwd._core.sharding import reshard_like
 from jax_attn_bwd._core.types import Array, Implementation, Integers, Scale
-from jax_attn_bwd.ops.dot_product import engine
+from jax_attn_bwd.ops.dot_product import blockwise
 from jax_attn_bwd.ops.dot_product import tangent as written_tangent
 from jax_attn_bwd.ops.dot_product.arguments import prepare, require_floats
-from jax_attn_bwd.ops.dot_product.engine import IMPLEMENTATIONS as IMPLEMENTATIONS
+from jax_attn_bwd.ops.dot_product.blockwise import IMPLEMENTATIONS as IMPLEMENTATIONS
 from jax_attn_bwd.ops.dot_product.plan import Plan
 from jax_attn_bwd.ops.dot_product.spec import (
     DIFFERENTIABLE,
@@ -196,7 +196,7 @@ def dot_product_attention(
     )  # fmt: skip
     return_residual = checks.flag(_NAME, "return_residual", return_residual)
     run = _OPERATION.runner(_NAME, forward_mode)
-    out, lse = run(engine.plan(_NAME, implementation, options, operands), operands)
+    out, lse = run(blockwise.plan(_NAME, implementation, options, operands), operands)
     return (out, lse) if return_residual else out
 
 
@@ -269,8 +269,8 @@ def dot_product_attention_bwd(
     wanted = checks.wanted(name, wrt, DIFFERENTIABLE, present)
     if "mod_args" in wanted:
         require_floats(name, operands.mod_args)
-    plan = engine.plan(name, implementation, checked, operands)
-    grads = engine.backward(plan, operands, Result(out, lse, None), wanted, dout, dlse)
+    plan = blockwise.plan(name, implementation, checked, operands)
+    grads = blockwise.backward(plan, operands, Result(out, lse, None), wanted, dout, dlse)
     if grads.query is not None:
         grads = grads._replace(query=head_scale.times(grads.query, given["scale"]))
     return grads._replace(mod_args=float_leaves.in_dtypes_of(tuple(given["mod_args"]), grads.mod_args))
@@ -285,28 +285,28 @@ def _computed_once(plan: Plan, operands: Operands) -> Operands:
 
 
 def _primal(plan: Plan, operands: Operands) -> tuple[jax.Array, jax.Array]:
-    result = engine.implementation(plan).forward(plan, operands)
+    result = blockwise.implementation(plan).forward(plan, operands)
     return result.out, result.lse
 
 
 def _forward(plan, operands, wanted):
-    forward = engine.implementation(plan).forward
-    result = forward(engine.differentiated(plan, wanted), _computed_once(plan, operands))
-    kept = engine.pack_residuals(plan, result, wanted)
+    forward = blockwise.implementation(plan).forward
+    result = forward(blockwise.differentiated(plan, wanted), _computed_once(plan, operands))
+    kept = blockwise.pack_residuals(plan, result, wanted)
     return (kept.out, kept.lse), (operands, kept)
 
 
 def _backward(plan, saved, wanted, cotangents):
     operands, result = saved
     operands = _computed_once(plan, operands)
-    residuals = Residuals(operands, engine.unpack_residuals(result), Wanted(wanted, alone=True))
-    grads = engine.implementation(plan).backward(plan, residuals, *cotangents)
+    residuals = Residuals(operands, blockwise.unpack_residuals(result), Wanted(wanted, alone=True))
+    grads = blockwise.implementation(plan).backward(plan, residuals, *cotangents)
     return as_cotangents(operands, grads._asdict())
 
 
 def _tangent(plan, saved, tangents):
     operands, result = saved
-    return written_tangent.tangent(plan, operands, engine.unpack_residuals(result), tangents)
+    return written_tangent.tangent(plan, operands, blockwise.unpack_residuals(result), tangents)
 
 
 _OPERATION = Operation(DIFFERENTIABLE, _primal, _forward, _backward, _tangent)

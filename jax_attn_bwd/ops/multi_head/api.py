@@ -11,7 +11,7 @@ from jax_attn_bwd._core import checks, float_leaves, fusion, secondary_calls
 from jax_attn_bwd._core.operation import Operation
 from jax_attn_bwd._core.rotary import Rotary
 from jax_attn_bwd._core.types import Array, Implementation, Integers, Pair, Save, Scale
-from jax_attn_bwd.ops.dot_product import engine
+from jax_attn_bwd.ops.dot_product import blockwise
 from jax_attn_bwd.ops.dot_product.arguments import require_floats
 from jax_attn_bwd.ops.dot_product.spec import as_cotangents
 from jax_attn_bwd.ops.multi_head import backward as layer_backward
@@ -321,7 +321,7 @@ def _wanted(operator: str, operands: Operands, wrt: Any) -> set[str]:
 # those of dense attention, with the layer around them
 IMPLEMENTATIONS = tuple(
     replace(attention, forward=layer_forward.forward, backward=layer_backward.backward)
-    for attention in engine.IMPLEMENTATIONS
+    for attention in blockwise.IMPLEMENTATIONS
 )
 _READ_TWICE = (*PARAMS, *INPUTS)  # in the forward and in the backward
 
@@ -337,10 +337,10 @@ def _outputs(options: Options, result: Result) -> tuple[Any, Any, Any]:
 
 def _forward(plan, operands, wanted):
     # a kernel keeps what rounding takes, where these gradients need it
-    attention = engine.differentiated(plan.attention, wanted)
+    attention = blockwise.differentiated(plan.attention, wanted)
     given = fusion.computed_once(operands, _READ_TWICE)
     result = layer_forward.forward(replace(plan, attention=attention), given)
-    kept = engine.pack_residuals(attention, result.residual.attention(), wanted)
+    kept = blockwise.pack_residuals(attention, result.residual.attention(), wanted)
     saved = operands, result.residual._replace(**kept._asdict())
     return _outputs(plan.options, result), saved
 
@@ -364,7 +364,7 @@ def _tangent(plan, saved, tangents):
 
 
 def _restored(residual):
-    return residual._replace(**engine.unpack_residuals(residual.attention())._asdict())
+    return residual._replace(**blockwise.unpack_residuals(residual.attention())._asdict())
 
 
 _OPERATION = Operation(DIFFERENTIABLE, _primal, _forward, _backward, _tangent)

@@ -17,7 +17,7 @@ from jax import lax
 from jax_attn_bwd._core.numerics import accumulator_dtype, fast_two_sum
 from jax_attn_bwd._core.products import einsum
 from jax_attn_bwd._core.sharding import reshard_like
-from jax_attn_bwd.ops.dot_product import engine
+from jax_attn_bwd.ops.dot_product import blockwise
 from jax_attn_bwd.ops.dot_product import spec as dot_product
 from jax_attn_bwd.ops.multi_head.projections import matmul_over_rows
 from jax_attn_bwd.ops.multi_head.spec import Operands, Options
@@ -37,7 +37,7 @@ class AppendedRows(NamedTuple):
 
     def split_rows(self, x: jax.Array) -> jax.Array:
         """Splits row values `[..., T, N]` as the queries are: `[..., K, G, T]`."""
-        return engine.split_rows(x, self.query.shape[-3])
+        return blockwise.split_rows(x, self.query.shape[-3])
 
 
 class RowGrads(NamedTuple):
@@ -55,14 +55,14 @@ def rows(options: Options, operands: Operands, inner: dot_product.Operands) -> A
         return None
     keys = _stacked(options, inner.key, operands.bias_k)
     values = _stacked(options, inner.value, operands.bias_v)
-    query = engine.split_heads(inner.query, sizes.G).astype(keys.dtype)
+    query = blockwise.split_heads(inner.query, sizes.G).astype(keys.dtype)
 
     # their columns of dropout follow those of the keys
     offset = operands.dropout_offset
     column = jnp.arange(R, dtype=jnp.uint32) + jnp.asarray(sizes.S, jnp.uint32)
     if offset is not None:
         column = offset.column[sizes.S :] if offset.column.ndim else offset.column + column
-    return AppendedRows(query, keys, values, engine.dropout_factors(options.attention, inner, column))
+    return AppendedRows(query, keys, values, blockwise.dropout_factors(options.attention, inner, column))
 
 
 def _stacked(options: Options, x: jax.Array, given: Any) -> jax.Array:
@@ -111,11 +111,11 @@ def attend(
     # the keys' share of the output, and the rows' own, [..., K, G, T, Hv]
     p = jnp.exp((x - total[..., None]) - total_rounding[..., None])
     factor = jnp.exp(((lse - total) - total_rounding) + rounding)[..., None]
-    out = factor * engine.split_heads(result.widest_out(), rows.query.shape[-3]).astype(rows.keys.dtype)
+    out = factor * blockwise.split_heads(result.widest_out(), rows.query.shape[-3]).astype(rows.keys.dtype)
     out = out + _over_rows(options, rows.dropped(p), rows.values)
-    out, is_kept = engine.merge_heads(out), result.wide_out is not None
-    wide = out if is_kept or engine.rounding_matters(options.attention, inner) else None
-    lse, rounding = engine.merge_rows(total), engine.merge_rows(total_rounding)
+    out, is_kept = blockwise.merge_heads(out), result.wide_out is not None
+    wide = out if is_kept or blockwise.rounding_matters(options.attention, inner) else None
+    lse, rounding = blockwise.merge_rows(total), blockwise.merge_rows(total_rounding)
     return dot_product.Result(out.astype(inner.query.dtype), lse, rounding, wide)
 
 
@@ -161,7 +161,7 @@ def gradients(
     if "bias_v" in wanted:
         bias_v = matmul_over_rows("kgtr", "kgth", "rkh", rows.dropped(p), dout, options.precision)[0]
     if "query" in wanted:
-        query = engine.merge_heads(_over_rows(options, dx, rows.keys))
+        query = blockwise.merge_heads(_over_rows(options, dx, rows.keys))
     return RowGrads(bias_k, bias_v, query)
 
 
@@ -185,7 +185,7 @@ def tangent_sums(
     # (16)
     p, scale, terms = probabilities(options, rows, result), options.attention.scale, []
     if dq is not None:
-        dq = engine.split_heads(dq, rows.query.shape[-3]).astype(rows.keys.dtype) * scale
+        dq = blockwise.split_heads(dq, rows.query.shape[-3]).astype(rows.keys.dtype) * scale
         terms.append(_with_keys(options, dq, rows.keys))
     if along.bias_k is not None:
         dkeys = _stacked(options, inner.key, along.bias_k)
@@ -199,4 +199,4 @@ def tangent_sums(
     total = _over_rows(options, zp * dx, rows.values)
     if along.bias_v is not None:
         total = total + _over_rows(options, zp, _stacked(options, inner.value, along.bias_v))
-    return dx, engine.merge_heads(total), engine.merge_rows((p * dx).sum(-1))
+    return dx, blockwise.merge_heads(total), blockwise.merge_rows((p * dx).sum(-1))

@@ -44,7 +44,7 @@ from jax_attn_bwd._core.numerics import accumulator_dtype, reduce_to, to_rank
 from jax_attn_bwd._core.products import accumulated, sum_of_products
 from jax_attn_bwd._core.rotary import rotate
 from jax_attn_bwd._core.sharding import match_type, reshard_like
-from jax_attn_bwd.ops.dot_product import engine
+from jax_attn_bwd.ops.dot_product import blockwise
 from jax_attn_bwd.ops.dot_product.spec import DotProductAttentionGrads as Shares
 from jax_attn_bwd.ops.multi_head import appended
 from jax_attn_bwd.ops.multi_head.plan import Plan
@@ -88,7 +88,7 @@ def backward(plan: Plan, residuals: Residuals, dout: Any, dweights: Any) -> dict
     rest = through if shares.sink is None else through - {"sink"}
     if rest and not _on_planes(options, dweights):
         alone = options.appended_rows(operands) == 0
-        attended = engine.backward(plan.attention, inner, saved.attention(), rest, da, alone=alone)
+        attended = blockwise.backward(plan.attention, inner, saved.attention(), rest, da, alone=alone)
         shares = Shares(*map(_add, shares, attended))
     return _undo_projections(options, residuals, clean, grads, shares)
 
@@ -128,13 +128,13 @@ def _undo_output(options, through, residuals, inner, live, dout, dweights):
         grads, da = _undo_output_projection(options, True, residuals, live, dout)
     rows, plane = appended.rows(options, operands, inner), None
     if _on_planes(options, dweights):
-        plane = engine.plane(options.attention, inner)
+        plane = blockwise.plane(options.attention, inner)
     if rows is None and plane is None:
         return grads, da, Shares()
 
     # (7), (8): P and its cotangent, in columns of keys and of rows; delta [..., K, G, T, 1]
     dtype = accumulator_dtype(da.dtype)
-    dz, a = (engine.split_heads(x, inner.sizes.G).astype(dtype) for x in (da, result.widest_out()))
+    dz, a = (blockwise.split_heads(x, inner.sizes.G).astype(dtype) for x in (da, result.widest_out()))
     p = _probabilities(options, residuals, inner, rows, plane)
     dp = _Columns(  # without the cotangent of the weights
         None if plane is None else plane.through_values(dz),
@@ -153,10 +153,10 @@ def _undo_output(options, through, residuals, inner, live, dout, dweights):
         grads |= {name: x for name in ("bias_k", "bias_v") for x in [getattr(found, name)] if x is not None}
         shares = Shares(query=found.query)
     if plane is not None:
-        found = Shares(**engine.gradients(plane, through.names, p.keys, dz, dp.keys, delta))
+        found = Shares(**blockwise.gradients(plane, through.names, p.keys, dz, dp.keys, delta))
         shares = Shares(*map(_add, shares, found))
     if "sink" in through.names:
-        dsink = engine.gradient_of_sink(inner.sink, result, engine.merge_rows(delta[..., 0]))
+        dsink = blockwise.gradient_of_sink(inner.sink, result, blockwise.merge_rows(delta[..., 0]))
         shares = shares._replace(sink=dsink)
 
     # dense attention sums these over the shards that share them, so what joins them must be summed
@@ -174,7 +174,7 @@ def _probabilities(options, residuals, inner, rows, plane) -> _Columns:
     result, keys = residuals.residual.attention(), None
     if plane is not None:
         keys = residuals.residual.probs
-        keys = engine.probabilities(plane, result) if keys is None else keys
+        keys = blockwise.probabilities(plane, result) if keys is None else keys
         keys = keys.astype(accumulator_dtype(inner.query.dtype))
     return _Columns(keys, None if rows is None else appended.probabilities(options, rows, result))
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_attn_bwd._core.sharding import tie
-from jax_attn_bwd.ops.dot_product import engine
+from jax_attn_bwd.ops.dot_product import blockwise
 from jax_attn_bwd.ops.dot_product import spec as dot_product
 from jax_attn_bwd.ops.multi_head import appended
 from jax_attn_bwd.ops.multi_head.plan import Plan
@@ -25,7 +25,7 @@ def forward(plan: Plan, operands: Operands) -> Result:
     """Returns the output, the weights if they are asked for, and what the backward needs."""
     heads = project(plan.options, without_poison(plan.options, operands)[0])
     inner = attention_operands(operands, heads)
-    return _finish(plan.options, operands, inner, engine.forward(plan.attention, inner))
+    return _finish(plan.options, operands, inner, blockwise.forward(plan.attention, inner))
 
 
 @partial(jax.jit, static_argnums=(0,))
@@ -41,7 +41,7 @@ def _finish(
     # whole planes, only where they are returned or saved: P of the S' keys
     weights = probs = None
     if options.return_weights or options.save == "probs":
-        p = engine.probabilities(engine.plane(options.attention, inner), result)
+        p = blockwise.probabilities(blockwise.plane(options.attention, inner), result)
         if options.return_weights:
             p_rows = None if rows is None else appended.probabilities(options, rows, result)
             weights = weights_of(options, p, p_rows).astype(operands.query.dtype)

@@ -9,7 +9,7 @@ from functools import partial
 from jax_attn_bwd._core import backend
 from jax_attn_bwd._core.choices import Rule, Way
 from jax_attn_bwd._core.sharding import types_of
-from jax_attn_bwd.ops.dot_product import engine
+from jax_attn_bwd.ops.dot_product import blockwise
 from jax_attn_bwd.ops.multi_head.projections import attention_operands, project
 from jax_attn_bwd.ops.multi_head.spec import Operands, Options
 
@@ -31,7 +31,7 @@ class Plan:
     """
 
     options: Options
-    attention: engine.Plan
+    attention: blockwise.Plan
 
     @property
     def way(self) -> str:
@@ -45,6 +45,6 @@ def plan(operator: str, implementation: str | None, options: Options, operands: 
     # what dense attention is handed: its shapes tell what can run it, and how
     heads = types_of(partial(project, options), operands)
     inner = types_of(attention_operands, operands, heads)
-    around = lambda *attention: Plan(options, engine.planned(*attention))
-    implementations = engine.IMPLEMENTATIONS
+    around = lambda *attention: Plan(options, blockwise.planned(*attention))
+    implementations = blockwise.IMPLEMENTATIONS
     return backend.planned(operator, implementations, implementation, options.attention, inner, around)

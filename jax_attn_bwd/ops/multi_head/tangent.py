@@ -31,7 +31,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_attn_bwd._core.sharding import reshard_like
-from jax_attn_bwd.ops.dot_product import engine
+from jax_attn_bwd.ops.dot_product import blockwise
 from jax_attn_bwd.ops.dot_product import spec as dot_product
 from jax_attn_bwd.ops.multi_head import appended
 from jax_attn_bwd.ops.multi_head.forward import weights_of
@@ -64,7 +64,7 @@ def tangent(
     # (15): over the S keys, total [..., T, N, Hv] and mu [..., T, N]
     total, mu = jnp.zeros_like(result.widest_out()), jnp.zeros_like(result.lse)
     if keys_move:
-        total, mu = engine.tangent_sums(plan.attention, inner, result, moved)
+        total, mu = blockwise.tangent_sums(plan.attention, inner, result, moved)
 
     # (16), (17): over the appended rows
     rows, dx = appended.rows(options, operands, inner), None
@@ -75,7 +75,7 @@ def tangent(
         total, mu = total + more, mu + more_mu
 
     # (18), (20)
-    da = engine.through_softmax(result, total, mu) if keys_move or rows_move else None
+    da = blockwise.through_softmax(result, total, mu) if keys_move or rows_move else None
     da = None if da is None else da.astype(result.out.dtype)
     dout = output_tangent(options, operands, result.out, along, da)
     if not options.return_weights:
@@ -97,9 +97,9 @@ def _attention_tangents(
 
 def _weights(options, inner, moved, rows, result, mu, dx) -> jax.Array:
     """Returns the tangent of the weights by (19), with those of the appended rows."""
-    plane = engine.plane(options.attention, inner)
-    mu = engine.split_rows(mu, inner.sizes.G)[..., None]
-    dp = engine.probabilities(plane, result) * (engine.tangent_of_logits(plane, moved) - mu)
+    plane = blockwise.plane(options.attention, inner)
+    mu = blockwise.split_rows(mu, inner.sizes.G)[..., None]
+    dp = blockwise.probabilities(plane, result) * (blockwise.tangent_of_logits(plane, moved) - mu)
     if rows is None:
         return weights_of(options, dp, None)
     p = appended.probabilities(options, rows, result)

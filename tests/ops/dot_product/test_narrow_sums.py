@@ -13,7 +13,7 @@ from ops.dot_product.kernel_calls import tpu
 from jax_attn_bwd import MultiHeadAttentionParams, dot_product_attention, multi_head_attention
 from jax_attn_bwd._core import pallas, targets
 from jax_attn_bwd._core.numerics import narrowed
-from jax_attn_bwd.ops.dot_product import engine
+from jax_attn_bwd.ops.dot_product import blockwise
 from jax_attn_bwd.ops.dot_product.kernels import cudnn_backward
 from jax_attn_bwd.ops.dot_product.kernels.cudnn import Arrays
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options
@@ -152,8 +152,8 @@ def test_what_rounding_takes_in_forward_kernels(implementation, dtype):
     bias = jnp.asarray(call.bias - call.slopes[:, None, None] * call.distance, jnp.float32)
     operands = Operands(*call.qkv, bias, jnp.asarray(call.options["sink"]))
     with pallas.interpreting(implementation):
-        plan = engine.plan("", implementation, Options(scale=0.25), operands)
-        run = partial(engine.forward, engine.differentiated(plan, ("bias",)))
+        plan = blockwise.plan("", implementation, Options(scale=0.25), operands)
+        run = partial(blockwise.forward, blockwise.differentiated(plan, ("bias",)))
         out = np.asarray(quick_jit(run)(operands).widest_out(), np.float64)
     delta = (np.asarray(call.dout.astype(jnp.float64)) * out).sum(-1)
     call.compare(*call.gradients(call.dp, np.swapaxes(delta, 1, 2)[..., None]))

@@ -1,4 +1,4 @@
-"""cuDNN's backward of dense attention, under the contract of `engine.py`.
+"""cuDNN's backward of dense attention, under the contract of `blockwise.py`.
 
 It takes the probabilities from the lse that it is handed, and delta from the output: these are of all keys
 that a query attends to. What else delta holds, c = delta - rowsum(dout * out), the cotangent of lse and what

@@ -1,4 +1,4 @@
-"""cuDNN's forward of dense attention, under the contract of `engine.py`.
+"""cuDNN's forward of dense attention, under the contract of `blockwise.py`.
 
 cuDNN gives `out` and `stat`, the natural log of the row sums, in float32. A row whose bias was shifted by c
 has lse = c + stat. With a sink (base r = max(c, sink)) the row sum has one more term:

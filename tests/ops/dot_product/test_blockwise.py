@@ -9,7 +9,7 @@ import pytest
 from contract.programs import running
 from helpers import OPERATORS, assert_close, assert_trees_close, thorough
 
-from jax_attn_bwd.ops.dot_product import engine
+from jax_attn_bwd.ops.dot_product import blockwise
 from jax_attn_bwd.ops.dot_product.mask import Mask
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options, Result
 
@@ -64,14 +64,14 @@ def test_blocks_make_up_the_whole(with_sink, rng):
     @jax.jit
     def run(one):
         (whole,) = cut(one, S)
-        plan = engine.planned("xla", options, whole)
-        result = engine.forward(plan, whole)
-        grads = engine.backward(plan, whole, result, wanted, dout, dlse)
+        plan = blockwise.planned("xla", options, whole)
+        result = blockwise.forward(plan, whole)
+        grads = blockwise.backward(plan, whole, result, wanted, dout, dlse)
         blocks = list(cut(one, 5))
-        plans = [engine.planned("xla", options, x) for x in blocks]
-        total = merged([engine.forward(plan, x) for plan, x in zip(plans, blocks, strict=True)])
+        plans = [blockwise.planned("xla", options, x) for x in blocks]
+        total = merged([blockwise.forward(plan, x) for plan, x in zip(plans, blocks, strict=True)])
         of_blocks = [
-            engine.backward(plan, x, total, wanted if x.sink is not None else WANTED, dout, dlse)
+            blockwise.backward(plan, x, total, wanted if x.sink is not None else WANTED, dout, dlse)
             for x in blocks
         ]
         return result, grads, total, of_blocks
@@ -89,12 +89,12 @@ def test_blocks_make_up_the_whole(with_sink, rng):
 @thorough
 def test_a_block_that_nothing_sees_adds_nothing(rng):
     hidden = operands(rng, mask=FAR)
-    plan = engine.planned("xla", Options(scale=1.0), hidden)
-    result = engine.forward(plan, hidden)
+    plan = blockwise.planned("xla", Options(scale=1.0), hidden)
+    result = blockwise.forward(plan, hidden)
     assert not result.out.any()
     assert (result.lse == -jnp.inf).all()
     total = result._replace(out=jnp.ones_like(result.out), lse=jnp.ones_like(result.lse), lse_rounding=None)
-    grads = engine.backward(plan, hidden, total, WANTED, jnp.ones_like(result.out))
+    grads = blockwise.backward(plan, hidden, total, WANTED, jnp.ones_like(result.out))
     assert not any(x.any() for x in (grads.query, grads.key, grads.value))
 
 
@@ -108,8 +108,8 @@ def test_a_sink_of_a_block_that_nothing_sees_has_the_gradient_of_the_row(impleme
     out, lse, dout = draw(2, T, N, 8), 3 + draw(2, T, N), draw(2, T, N, 8)
     total = Result(out, lse, None)
     with running(dense, implementation):
-        plan = engine.plan("test", implementation, Options(scale=1.0), hidden)
-        grads = engine.backward(plan, hidden, total, (*WANTED, "sink"), dout)
+        plan = blockwise.plan("test", implementation, Options(scale=1.0), hidden)
+        grads = blockwise.backward(plan, hidden, total, (*WANTED, "sink"), dout)
     expected = -(jnp.exp(hidden.sink[None, None] - lse) * (dout * out).sum(-1)).sum((0, 1))
     assert_close(grads.sink, expected, 1e-6, "sink")
     assert not any(x.any() for x in (grads.query, grads.key, grads.value))
@@ -127,18 +127,18 @@ def test_whole_planes_agree_with_tiles(rng):
 
     @jax.jit
     def run(given):
-        plan, plane = engine.planned("xla", options, given), engine.plane(options, given)
-        result = engine.forward(plan, given)
-        tiles = engine.backward(plan, given, result, wanted, dout)
-        p, z = engine.probabilities(plane, result), engine.dropout_factors(options, given)
+        plan, plane = blockwise.planned("xla", options, given), blockwise.plane(options, given)
+        result = blockwise.forward(plan, given)
+        tiles = blockwise.backward(plan, given, result, wanted, dout)
+        p, z = blockwise.probabilities(plane, result), blockwise.dropout_factors(options, given)
         v = jnp.swapaxes(given.value, 1, 2)
-        out = engine.merge_heads(jnp.einsum("bkgts,bksh->bkgth", z * p, v))
-        split = engine.split_heads(dout, N // K)
+        out = blockwise.merge_heads(jnp.einsum("bkgts,bksh->bkgth", z * p, v))
+        split = blockwise.split_heads(dout, N // K)
         dp = plane.through_values(split)
         delta = (p * dp).sum(-1, keepdims=True)
-        planes = engine.gradients(plane, wanted, p, split, dp, delta)
+        planes = blockwise.gradients(plane, wanted, p, split, dp, delta)
         return {"out": out, **planes}, {"out": result.out, **tiles._asdict()}
 
     got, expected = ({n: x for n, x in side.items() if x is not None} for side in run(given))
     assert_trees_close(got, expected, 1e-12)
-    assert engine.dropout_factors(dataclasses.replace(options, dropout_rate=0.0), given) is None
+    assert blockwise.dropout_factors(dataclasses.replace(options, dropout_rate=0.0), given) is None
