@@ -108,7 +108,7 @@ def unsharded_rows(tree: Any) -> Any:
             together = _whole_rows(jnp.stack([leaves[i] for i in which], 1), tree)
             for column, i in enumerate(which):
                 leaves[i] = together[:, column]
-    return structure.unflatten(leaves)
+    return jax.tree.unflatten(structure, leaves)
 
 
 def _whole_rows(x: jax.Array, others: Any) -> jax.Array:
