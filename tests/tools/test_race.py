@@ -11,9 +11,11 @@ import pytest
 from bench import __main__ as bench
 from bench import measure
 from bench.plain import solves_end
-from bench.race import call, program, rounding, run
+from bench.race import call, program, rounding, rules, run
 from bench.report import Row
 from helpers import thorough
+
+from jax_attn_bwd import dot_product_attention
 
 ALL = (*program.DRAWN,)
 
@@ -198,3 +200,38 @@ def test_bad_arguments_are_refused(argv, words, tmp_path, capsys):
     assert caught.value.code == 2
     assert words in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+# ---------------------------------------------------------------------- what a rule is worth
+
+
+def test_rules_that_change_a_program_are_timed_without(one_device, monkeypatch, tmp_path):
+    """Not one that holds, and leaves the program as it was."""
+    monkeypatch.setattr(rules, "LEAST", 0.0)
+    x = call.Input((8, 512, 2, 8), call.normal)
+    given = {name: x for name in ("query", "key", "value")}
+    attention = lambda data, x: dot_product_attention(*x.values(), is_causal=True)
+    made = call.Call("a batch", given, x.shape, attention, attention)
+    drawn = program.Program(0, 0, "dot_product", "float32", made)
+    monkeypatch.setattr(program, "draw", lambda *args: drawn)
+    path = tmp_path / "rules.json"
+    assert rules.run(run.Race(1, True, count=1), {}, path) == 0
+    found = json.loads(path.read_text())
+    assert [row["contender"] for row in found["rows"]] == [rules.OURS, "batch_slices"]
+    assert found["rules"]["batch_slices"]["programs"] == 1
+
+
+def test_the_worth_of_a_rule_is_over_the_programs_that_it_changes():
+    rows = [Row(str(i), name, ratio=x) for i, x in enumerate((0.9, 1.5, 1.2)) for name in ("few_keys",)]
+    found = rules.worth([*rows, Row("0", rules.OURS, ratio=1.0), Row("9", "batch_slices")])
+    spread = {"least": 0.9, "median": 1.2, "greatest": 1.5}
+    assert found == {"few_keys": {"reason": "speed", "programs": 3, **spread, "memory": 1.0}}
+
+
+def test_a_program_that_fails_makes_the_exit_code_1(monkeypatch, tmp_path, capsys):
+    def fails(*args):
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(rules, "_measured", fails)
+    assert rules.run(run.Race(1, True, count=1), {}, tmp_path / "rules.json") == 1
+    assert "RuntimeError" in capsys.readouterr().out

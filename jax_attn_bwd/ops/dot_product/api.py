@@ -281,7 +281,7 @@ _READ_TWICE = ("query", "key", "value")  # in the forward and in the backward
 
 def _computed_once(plan: Plan, operands: Operands) -> Operands:
     """Puts what is read twice behind barriers; of one row a single copy is, which all products read."""
-    return operands if plan.reads_one_row else fusion.computed_once(operands, _READ_TWICE)
+    return operands if plan.vector_last else fusion.computed_once(operands, _READ_TWICE)
 
 
 def _primal(plan: Plan, operands: Operands) -> tuple[jax.Array, jax.Array]:

@@ -84,11 +84,6 @@ VECTOR_LAST = Rule(
     "CPU, one query for each key head: products read keys and values in one order, which no barrier precedes",
     "32 x 1 x 16 behind a GELU takes 0.7 of its step (3e2ca05).",
 )
-FINITE_START = Rule(
-    "attention_finite_start",
-    "one CPU, rows that may be empty, several keys: the maximum starts at the least finite number",
-    "XLA takes it and the exponential into one loop (eb8e413).",
-)
 KEPT_ROUNDING = Rule(
     "kept_rounding",
     "CPU, narrow dtypes: what rounding takes from `out`, and from narrow p, is kept",
@@ -110,7 +105,6 @@ RULES = (
     NARROW_TILES,
     KEYS_IN_REACH,
     VECTOR_LAST,
-    FINITE_START,
     KEPT_ROUNDING,
     STRIPS,
     FOLDED_PARTS,
@@ -450,31 +444,6 @@ def count(length: Any, block: int) -> Any:
 
 
 @dataclass(frozen=True)
-class Forms:
-    """The forms of single steps of a whole plane.
-
-    Attributes:
-      vector_last: products of one row read keys and values in one order.
-      finite_start: the maximum of a row that may be empty starts at a finite number.
-    """
-
-    vector_last: bool = False
-    finite_start: bool = False
-
-
-PLAIN = Forms()
-
-
-def _forms(options: Options, operands: Operands) -> Forms:
-    """Decides the forms; XLA drops the start of a maximum over a single key."""
-    mask, one_cpu, sizes = operands.mask, targets.is_one_cpu(), operands.sizes
-    others = mask.mask_mod is not None or mask.is_banded or options.score_mod is not None
-    may_be_empty = others or operands.bias is not None or mask.has(*AXES)
-    vector_last = VECTOR_LAST.holds(has_one_row(sizes) and targets.platform() == "cpu")
-    return Forms(vector_last, FINITE_START.holds(one_cpu and may_be_empty and sizes.S != 1))
-
-
-@dataclass(frozen=True)
 class Plan:
     """Everything static of a call.
 
@@ -483,7 +452,7 @@ class Plan:
       implementation: the name of the one that runs.
       schedule: of the portable path, which also gives the derivatives of kernels' results.
       pieces: into which the portable path cuts the queries for devices; None = it does not.
-      forms: of the steps of a whole plane.
+      vector_last: whether products of one row read keys and values in one order, in a whole plane.
       keeps_wide: whether a narrow `out` is kept wide, too, whatever is differentiated.
       rounding_matters: whether some gradients would miss the rounding of `out` and of p.
       keeps_rounding: whether a kernel's forward keeps both.
@@ -493,7 +462,7 @@ class Plan:
     implementation: str
     schedule: Schedule
     pieces: Pieces | None = None
-    forms: Forms = PLAIN
+    vector_last: bool = False
     keeps_wide: bool = False
     rounding_matters: bool = False
     keeps_rounding: bool = False
@@ -507,11 +476,6 @@ class Plan:
     def batch_slices(self) -> int:
         """The slices of the batch that are taken one after the other."""
         return 1 if isinstance(self.schedule, Strips) else self.schedule.batch_slices
-
-    @property
-    def reads_one_row(self) -> bool:
-        """Tells whether all products read one copy of keys and values, so that none is made before."""
-        return isinstance(self.schedule, Materialized) and self.forms.vector_last
 
     @property
     def way(self) -> str:
@@ -553,8 +517,8 @@ def plan(implementation: str, options: Options, operands: Operands) -> Plan:
     # So is what rounding takes from p, where it is a factor in a narrow dtype.
     is_rounded = keeps_wide and product_dtype(operands) == operands.query.dtype
     rounding = is_rounded or rounding_matters(options, operands)
-    forms = _forms(options, operands) if isinstance(chosen, Materialized) else PLAIN
-    return Plan(options, implementation, chosen, pieces, forms, keeps_wide, rounding)
+    one_row = isinstance(chosen, Materialized) and has_one_row(sizes) and targets.platform() == "cpu"
+    return Plan(options, implementation, chosen, pieces, VECTOR_LAST.holds(one_row), keeps_wide, rounding)
 
 
 def _in_step(pieces: Pieces | None) -> int:

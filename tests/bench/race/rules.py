@@ -1,7 +1,7 @@
 """Measures what each rule of the plans is worth: our steps with it and without it, in turns."""
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -67,15 +67,16 @@ def worth(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
 def _measured(race: Race, drawn: program.Program) -> list[Row]:
     numbers = program.numbers(drawn)
     args = numbers.dout, numbers.own_data, numbers.arrays
-    step = program.steps(drawn.call, drawn.call.ours)
+
+    def step() -> Callable[..., tuple]:  # one that was not traced yet
+        jax.clear_caches()
+        return program.steps(drawn.call, drawn.call.ours)
 
     def lowered() -> str:
-        jax.clear_caches()
-        return jax.jit(step).lower(*args).as_text()
+        return jax.jit(step()).lower(*args).as_text()
 
     def contender(name: str) -> Contender:
-        jax.clear_caches()
-        return compiled_contender(name, step, *args, compare=False)
+        return compiled_contender(name, step(), *args, compare=False)
 
     # a rule that leaves the program as it was changes nothing
     with choices.noted() as held:

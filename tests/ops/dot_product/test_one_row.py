@@ -35,7 +35,7 @@ def test_all_products_of_one_row_read_one_copy_of_keys_and_one_of_values(T, one_
 
 @pytest.mark.parametrize(("S", "sink"), [(7, None), (7, -jnp.inf), (1, 0.5)])
 def test_rows_that_see_nothing(S, sink, one_device, rng):
-    """Their maximum starts at a finite number, but over one key; what they do not see is not read."""
+    """Their maximum is a finite number; what they do not see is not read."""
     query, key, value, dout = (jnp.asarray(rng.standard_normal((2, n, 3, 4))) for n in (5, S, S, 5))
     mask = jnp.asarray(rng.random((2, 1, 5, S)) < 0.6).at[0, 0, 2].set(False).at[1, 0, :, 0].set(False)
     bias = jnp.asarray(rng.standard_normal((2, 3, 5, S))).at[1, :, 4].set(-jnp.inf)

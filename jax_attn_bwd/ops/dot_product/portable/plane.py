@@ -20,7 +20,7 @@ from jax_attn_bwd._core.products import einsum, sum_of_products
 from jax_attn_bwd.ops.dot_product import layout, mod_functions, row_terms, visibility
 from jax_attn_bwd.ops.dot_product.block import Block, dropout_factors
 from jax_attn_bwd.ops.dot_product.clean_operands import places, unpoisoned, with_whole_keys
-from jax_attn_bwd.ops.dot_product.plan import PLAIN, Forms, Materialized, Plan, product_dtype
+from jax_attn_bwd.ops.dot_product.plan import Materialized, Plan, product_dtype
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options, Result, Wanted
 
 
@@ -30,7 +30,6 @@ class Plane(Block):
 
     operands: Operands
     live: jax.Array | None  # [..., K|1, G|1, T], queries that see something; None = all
-    forms: Forms
 
     @cached_property
     def scaled_q(self) -> jax.Array:
@@ -58,7 +57,7 @@ class Plane(Block):
         return (self.scaled_q, None) if self.q.dtype == self.dtype else super().queries
 
 
-def plane(options: Options, operands: Operands, forms: Forms = PLAIN) -> Plane:
+def plane(options: Options, operands: Operands, vector_last: bool = False) -> Plane:
     """Brings the operands into the layout of a plane, once for all that is computed of it."""
     # The factors, without poison; those who ask for a plane alone may have their keys on several devices.
     operands = with_whole_keys(operands)
@@ -70,8 +69,8 @@ def plane(options: Options, operands: Operands, forms: Forms = PLAIN) -> Plane:
     given = visibility.tile_mask(operands.mask, operands.bias, sizes)
     seen = visibility.of_whole(given, len(sizes.batch))
     read = places(options, given, None, None, (sizes.T, sizes.S), seen)
-    product = _vector_last if forms.vector_last else einsum
-    own: Any = dict(operands=operands, live=live, forms=forms)
+    product = _vector_last if vector_last else einsum
+    own: Any = dict(operands=operands, live=live)
     return Plane(options, q, k, v, given.bias, seen, *read, draw, einsum=product, **own)
 
 
@@ -101,16 +100,13 @@ def _softmax(plane: Plane, logits: jax.Array) -> _PlaneSoftmax:
     """Computes the softmax of the rows, and the sink."""
     # Written as `jax.nn.softmax` is: XLA:CPU hands maximum, difference and exponential to one library loop
     # where nothing else reads the maximum, and nothing stands behind it.
-    # The maximum of a row that sees nothing must be finite: it starts so, or is made so.
-    may_be_empty = plane.live is not None
-    starts_finite = may_be_empty and plane.forms.finite_start
-    m = _greatest_from_least(logits) if starts_finite else logits.max(-1, keepdims=True)
+    m = logits.max(-1, keepdims=True)
     sink = None
     if plane.operands.sink is not None:
         sink = plane.operands.sink.astype(m.dtype).reshape(*plane.q.shape[-4:-2], 1, 1)
         sink = to_rank(sink, m.ndim)
         m = jnp.maximum(m, sink)
-    m = lax.stop_gradient(finite(m) if may_be_empty and not starts_finite else m)
+    m = lax.stop_gradient(m if plane.live is None else finite(m))
     e = jnp.exp(logits - m)
     l = e.sum(-1, keepdims=True)
     if sink is not None:
@@ -120,15 +116,6 @@ def _softmax(plane: Plane, logits: jax.Array) -> _PlaneSoftmax:
     if plane.live is None:
         return _PlaneSoftmax(e, m, l, None)
     return _PlaneSoftmax(e, m, jnp.where(l == 0, 1, l), l == 0)
-
-
-def _greatest_from_least(logits: jax.Array) -> jax.Array:
-    """Returns the greatest logit of each row, the least finite number where all are -inf.
-
-    Where `lax.reduce` has tangents, JAX leaves the start out.
-    """
-    least, logits = jnp.asarray(jnp.finfo(logits.dtype).min, logits.dtype), lax.stop_gradient(logits)
-    return jnp.expand_dims(lax.reduce(logits, least, lax.max, (logits.ndim - 1,)), -1)
 
 
 def _in_reach(schedule: Materialized, operands: Operands) -> Operands:
@@ -144,7 +131,7 @@ def forward(plan: Plan, schedule: Materialized, operands: Operands) -> Result:
     """Computes attention over all keys, with its row values."""
     # The softmax, and lse with its rounding.
     operands = _in_reach(schedule, operands)
-    whole = plane(plan.options, operands, plan.forms)
+    whole = plane(plan.options, operands, plan.vector_last)
     e, m, l, empty = _softmax(whole, whole.logits(whole.scaled_product())[0])
     lse, rounding = fast_two_sum(m, jnp.log(l))
     if empty is not None:
@@ -197,7 +184,7 @@ def _of_reached_keys(
             dlse = layout.split_rows(row_terms.finite_rows(options, operands, result.lse, dlse), groups)
 
         # Probabilities [..., K, G, T, S] from a softmax of their own; dv needs no more.
-        whole = plane(options, operands, plan.forms)
+        whole = plane(options, operands, plan.vector_last)
         dout = dout if whole.live is None else jnp.where(whole.live[..., None], dout, 0)
         p = probabilities(whole, None)
         if names <= {"value"}:
@@ -209,7 +196,7 @@ def _of_reached_keys(
     else:
         # Probabilities [..., K, G, T, S] by the lse of all keys, and delta by their output.
         dout, delta = row_terms.of_backward(options, operands, result, dout, dlse)
-        whole = plane(options, operands, plan.forms)
+        whole = plane(options, operands, plan.vector_last)
         live_dout, live_delta = row_terms.in_live_rows(whole.live, dout, delta)
         names = names - {"sink"}
         dp = whole.through_values(live_dout) if names - {"value"} else None
