@@ -168,17 +168,9 @@ class GATv2Conv(_Conv):
     kind: ClassVar[str] = "GATv2Conv"
 
     def __init__(
-        self,
-        in_channels: int | tuple[int, int],
-        out_channels: int,
-        heads: int = 1,
-        concat: bool = True,
-        *,
-        inference: bool = False,
-        dtype: Any = None,
-        key: jax.Array,
-        **options: Unpack[GATv2ConvKeywords],
-    ):
+        self, in_channels: int | tuple[int, int], out_channels: int, heads: int = 1, concat: bool = True, *,
+        inference: bool = False, dtype: Any = None, key: jax.Array, **options: Unpack[GATv2ConvKeywords],
+    ):  # fmt: skip
         """Makes the layer, of the arguments of `GATConv` and `share_weights`."""
         self._build(locals())
 
@@ -199,16 +191,8 @@ class TransformerConv(_Conv):
     kind: ClassVar[str] = "TransformerConv"
 
     def __init__(
-        self,
-        in_channels: int | tuple[int, int],
-        out_channels: int,
-        heads: int = 1,
-        concat: bool = True,
-        *,
-        inference: bool = False,
-        dtype: Any = None,
-        key: jax.Array,
-        **options: Unpack[TransformerConvKeywords],
-    ):
+        self, in_channels: int | tuple[int, int], out_channels: int, heads: int = 1, concat: bool = True, *,
+        inference: bool = False, dtype: Any = None, key: jax.Array, **options: Unpack[TransformerConvKeywords],
+    ):  # fmt: skip
         """Makes the layer, of the arguments of `GATConv`, but the options."""
         self._build(locals())

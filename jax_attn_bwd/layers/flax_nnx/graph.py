@@ -142,20 +142,11 @@ class GATv2Conv(_Conv):
     kind: ClassVar[str] = "GATv2Conv"
 
     def __init__(
-        self,
-        in_channels: int | tuple[int, int],
-        out_channels: int,
-        heads: int = 1,
-        concat: bool = True,
-        *,
-        deterministic: bool = False,
-        dtype: Any = None,
-        param_dtype: Any = jnp.float32,
-        precision: Any = None,
-        kernel_init: nnx.Initializer = _XAVIER,
-        rngs: nnx.Rngs,
+        self, in_channels: int | tuple[int, int], out_channels: int, heads: int = 1, concat: bool = True, *,
+        deterministic: bool = False, dtype: Any = None, param_dtype: Any = jnp.float32,
+        precision: Any = None, kernel_init: nnx.Initializer = _XAVIER, rngs: nnx.Rngs,
         **options: Unpack[GATv2ConvKeywords],
-    ):
+    ):  # fmt: skip
         self._build(locals())
 
 
@@ -168,18 +159,9 @@ class TransformerConv(_Conv):
     kind: ClassVar[str] = "TransformerConv"
 
     def __init__(
-        self,
-        in_channels: int | tuple[int, int],
-        out_channels: int,
-        heads: int = 1,
-        concat: bool = True,
-        *,
-        deterministic: bool = False,
-        dtype: Any = None,
-        param_dtype: Any = jnp.float32,
-        precision: Any = None,
-        kernel_init: nnx.Initializer = _XAVIER,
-        rngs: nnx.Rngs,
+        self, in_channels: int | tuple[int, int], out_channels: int, heads: int = 1, concat: bool = True, *,
+        deterministic: bool = False, dtype: Any = None, param_dtype: Any = jnp.float32,
+        precision: Any = None, kernel_init: nnx.Initializer = _XAVIER, rngs: nnx.Rngs,
         **options: Unpack[TransformerConvKeywords],
-    ):
+    ):  # fmt: skip
         self._build(locals())
