@@ -192,7 +192,8 @@ class TransformerConv(_Conv):
 
     def __init__(
         self, in_channels: int | tuple[int, int], out_channels: int, heads: int = 1, concat: bool = True, *,
-        inference: bool = False, dtype: Any = None, key: jax.Array, **options: Unpack[TransformerConvKeywords],
+        inference: bool = False, dtype: Any = None, key: jax.Array,
+        **options: Unpack[TransformerConvKeywords],
     ):  # fmt: skip
         """Makes the layer, of the arguments of `GATConv`, but the options."""
         self._build(locals())
