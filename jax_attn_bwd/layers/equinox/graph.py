@@ -68,15 +68,10 @@ class _Conv(ChecksNames, eqx.Module):
         return_attention_weights: bool) -> jax.Array | tuple[jax.Array, jax.Array]: ...
     # fmt: on
     def __call__(
-        self,
-        x: Nodes,
-        graph: BipartiteCSC,
-        edge_attr: jax.Array | None = None,
-        *,
-        key: jax.Array | None = None,
-        inference: bool | None = None,
+        self, x: Nodes, graph: BipartiteCSC, edge_attr: jax.Array | None = None, *,
+        key: jax.Array | None = None, inference: bool | None = None,
         return_attention_weights: bool = False,
-    ) -> Result:
+    ) -> Result:  # fmt: skip
         """Attends; arguments and results, but `key` and `inference`, see in `jax_attn_bwd.layers.graph`.
 
         Args:

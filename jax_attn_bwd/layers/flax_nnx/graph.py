@@ -61,15 +61,10 @@ class _Conv(ChecksNames, nnx.Module):
         return_attention_weights: bool) -> jax.Array | tuple[jax.Array, jax.Array]: ...
     # fmt: on
     def __call__(
-        self,
-        x: Nodes,
-        graph: BipartiteCSC,
-        edge_attr: jax.Array | None = None,
-        *,
-        deterministic: bool | None = None,
-        rngs: nnx.Rngs | None = None,
+        self, x: Nodes, graph: BipartiteCSC, edge_attr: jax.Array | None = None, *,
+        deterministic: bool | None = None, rngs: nnx.Rngs | None = None,
         return_attention_weights: bool = False,
-    ) -> Result:
+    ) -> Result:  # fmt: skip
         """Attends; arguments and results, but `deterministic` and `rngs`, see in `jax_attn_bwd.layers.graph`.
 
         Args:
