@@ -368,15 +368,9 @@ def tiles(
 
 
 def picture(
-    mask_mod: Callable[..., Any],
-    T: int,
-    S: int,
-    mod_args: tuple[Any, ...] = (),
-    *,
-    block: int | tuple[int, int] = (256, 512),
-    batch: int = 0,
-    head: int = 0,
-) -> str:
+    mask_mod: Callable[..., Any], T: int, S: int, mod_args: tuple[Any, ...] = (), *,
+    block: int | tuple[int, int] = (256, 512), batch: int = 0, head: int = 0,
+) -> str:  # fmt: skip
     """`tiles` as text: a line for each block of rows; `#` all, `+` some, `.` nothing.
 
     Example:

@@ -4,8 +4,11 @@ Whatever depends on where a token lies in the whole sequence is said here of the
 blocks of them can be computed on any device: positions as arrays, lengths as segments, the rows and columns
 of dropout as index arrays. The index of a token is its position where positions are given, else that of the
 contiguous layout, device after device.
+
+`check_axis` and `run_on_parts` are for the functions that take a mesh and wrap themselves in `jax.shard_map`.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, get_args
@@ -13,6 +16,7 @@ from typing import Any, get_args
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_attn_bwd._core import checks, dropout, numerics, pallas
 from jax_attn_bwd._core.sharding import varying
@@ -23,6 +27,7 @@ from jax_attn_bwd.ops.dot_product.mask import Mask
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options
 from jax_attn_bwd.parallel import layouts
 
+Axes = str | tuple[str, ...]
 HIDDEN_QUERY, HIDDEN_KEY = 2**31 - 1, -(2**31)  # segments that no token of the other side has
 
 
@@ -248,3 +253,39 @@ def beginning_at(entry: Any, head: Any, mask_mod: Any, score_mod: Any, mod_args:
         "score_mod": None if score_mod is None else _Moved(score_mod, 1),
         "mod_args": (begin, *mod_args),
     }
+
+
+def check_axis(operator: str, mesh: Any, axis: Any) -> int:
+    """Returns the number of devices of `mesh` along `axis`, a name or several."""
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        remedy = "jax.make_mesh makes one"
+        raise TypeError(
+            checks.message(operator, "mesh", "be a jax.sharding.Mesh", type(mesh).__name__, remedy)
+        )
+    names = (axis,) if isinstance(axis, str) else axis
+    if not isinstance(names, tuple) or not names or not set(names) <= set(mesh.axis_names):
+        expected = f"name axes of the mesh, {mesh.axis_names}"
+        raise ValueError(checks.message(operator, "axis", expected, repr(axis)))
+    return math.prod(mesh.shape[name] for name in names)
+
+
+def run_on_parts(
+    function: Any, mesh: Mesh, axis: Axes, specs: tuple, out_specs: Any, arguments: tuple
+) -> Any:
+    """Runs `jax.shard_map` of `function` over `axis`; specs name no other axis of the mesh.
+
+    Other Auto axes stay with the partitioner. On an Explicit mesh they hold copies (JAX 0.12 cannot lower a
+    reduce-scatter where some axes are Explicit and some Manual), and arguments are brought to their specs.
+    """
+    # an Explicit mesh is taken whole
+    names = {axis} if isinstance(axis, str) else set(axis)
+    if AxisType.Explicit in mesh.axis_types:
+        names = set(mesh.axis_names)
+        arguments = jax.tree.map(
+            lambda spec, part: jax.sharding.reshard(part, NamedSharding(mesh, spec)),
+            specs, arguments, is_leaf=lambda x: isinstance(x, PartitionSpec),
+        )  # fmt: skip
+    mapped = jax.shard_map(
+        function, mesh=mesh, in_specs=specs, out_specs=out_specs, axis_names=names, check_vma=True
+    )
+    return jax.jit(mapped, inline=True)(*arguments)  # shard_map alone does not run rules with symbolic zeros

@@ -25,11 +25,11 @@ from jax_attn_bwd.ops.graph.cases import OPERATORS as GRAPH
 from jax_attn_bwd.ops.linear_attention.cases import OPERATORS as LINEAR
 from jax_attn_bwd.ops.multi_head.cases import OPERATORS as MULTI_HEAD
 from jax_attn_bwd.ops.multi_head.spec import PARAMS, MultiHeadAttentionParams
+from jax_attn_bwd.parallel.arguments import run_on_parts
 from jax_attn_bwd.parallel.deformable import sharded_multi_scale_deformable_attention
 from jax_attn_bwd.parallel.graph import sharded_graph_attention
 from jax_attn_bwd.parallel.layouts import striped, unstriped, unzigzag, zigzag
 from jax_attn_bwd.parallel.linear import gated_delta_rule, gated_linear_attention
-from jax_attn_bwd.parallel.meshes import run_on_parts
 from jax_attn_bwd.parallel.partition import PartitionedGraph, partition_graph
 from jax_attn_bwd.parallel.sequence import all_gather_attention, ring_attention, ulysses_attention
 from jax_attn_bwd.parallel.tensor import tensor_parallel_multi_head_attention

@@ -14,7 +14,7 @@ from jax_attn_bwd._core.types import Array
 from jax_attn_bwd.ops.deformable import multi_scale_deformable_attention
 from jax_attn_bwd.ops.deformable.arguments import level_shapes
 from jax_attn_bwd.ops.deformable.spec import MultiScaleDeformableAttentionKeywords
-from jax_attn_bwd.parallel.meshes import Axes, check_axis, run_on_parts
+from jax_attn_bwd.parallel.arguments import Axes, check_axis, run_on_parts
 
 _NAME = "sharded_multi_scale_deformable_attention"
 

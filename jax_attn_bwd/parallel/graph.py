@@ -16,7 +16,7 @@ from jax_attn_bwd._core.types import Array, GraphKind, GraphMode, Pair, Triple
 from jax_attn_bwd.ops.graph import graph_attention, graph_attention_v2, graph_transformer_attention
 from jax_attn_bwd.ops.graph.kinds.kind import merge_heads, split_heads
 from jax_attn_bwd.ops.graph.spec import GraphAttentionKeywords, GraphTransformerAttentionKeywords
-from jax_attn_bwd.parallel.meshes import Axes, check_axis, run_on_parts
+from jax_attn_bwd.parallel.arguments import Axes, check_axis, run_on_parts
 from jax_attn_bwd.parallel.partition import PartitionedGraph, rows_at
 
 _OPERATORS = {"gat": graph_attention, "gatv2": graph_attention_v2, "transformer": graph_transformer_attention}

@@ -135,15 +135,9 @@ def gated_linear_attention(
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 # fmt: on
 def gated_linear_attention(
-    query: Array,
-    key: Array,
-    value: Array,
-    log_decay: Array | None = None,
-    *,
-    axis_name: str,
-    return_final_state: bool = False,
-    **options: Unpack[CutKeywords],
-) -> jax.Array | tuple[jax.Array, jax.Array]:
+    query: Array, key: Array, value: Array, log_decay: Array | None = None, *, axis_name: str,
+    return_final_state: bool = False, **options: Unpack[CutKeywords],
+) -> jax.Array | tuple[jax.Array, jax.Array]:  # fmt: skip
     """`gated_linear_attention` over a sharded sequence, at one exchange of each device's map of the state.
 
     Arguments, results, gradients and errors are those of `parallel.gated_delta_rule`, without `beta`.

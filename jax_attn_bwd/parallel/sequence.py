@@ -150,16 +150,9 @@ def ring_attention(
 
 @typed_like(ring_attention)
 def all_gather_attention(
-    query: Array,
-    key: Array,
-    value: Array,
-    bias: Array | None = None,
-    mask: Array | None = None,
-    *,
-    axis_name: str,
-    return_residual: bool = False,
-    **options: Unpack[SequenceKeywords],
-) -> jax.Array | tuple[jax.Array, jax.Array]:
+    query: Array, key: Array, value: Array, bias: Array | None = None, mask: Array | None = None, *,
+    axis_name: str, return_residual: bool = False, **options: Unpack[SequenceKeywords],
+) -> jax.Array | tuple[jax.Array, jax.Array]:  # fmt: skip
     """Attention like `ring_attention`, but every device gathers all keys and values, once in each direction.
 
     One large collective takes the place of n small ones, and one block the place of n: it suits short
@@ -186,16 +179,9 @@ def all_gather_attention(
 
 @typed_like(ring_attention)
 def ulysses_attention(
-    query: Array,
-    key: Array,
-    value: Array,
-    bias: Array | None = None,
-    mask: Array | None = None,
-    *,
-    axis_name: str,
-    return_residual: bool = False,
-    **options: Unpack[SequenceKeywords],
-) -> jax.Array | tuple[jax.Array, jax.Array]:
+    query: Array, key: Array, value: Array, bias: Array | None = None, mask: Array | None = None, *,
+    axis_name: str, return_residual: bool = False, **options: Unpack[SequenceKeywords],
+) -> jax.Array | tuple[jax.Array, jax.Array]:  # fmt: skip
     """Attention like `ring_attention`, but tokens are exchanged for heads: each device has 1 / n of them.
 
     Two all-to-alls take the place of a ring, and each device sees whole sequences, so that causal work is

@@ -79,7 +79,7 @@ LAYERS = (
     ("ops/multi_head/forward", "ops/multi_head/backward"),
     ("ops/multi_head/tangent",),
     ("ops/*/rule",),
-    ("ops/*/api", "ops/graph/derivatives", "ops/*/edge_ops"),
+    ("ops/*/api", "ops/*/edge_ops"),
     ("mods/*",),
     ("ops/*/cases",),
     ("ops/*/__init__", "ops/__init__"),

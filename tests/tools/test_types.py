@@ -10,10 +10,10 @@ from jax_attn_bwd import parallel
 from jax_attn_bwd.compat import bnns, cugraph
 
 FUNCTIONS = {
-    f"{module.__name__}.{name}": function
+    f"{module.__name__}.{name}": getattr(module, name)
     for module in (jax_attn_bwd, parallel, bnns, cugraph)
-    for name, function in vars(module).items()
-    if inspect.isfunction(function) and not name.startswith("_")
+    for name in module.__all__
+    if inspect.isfunction(getattr(module, name))
 }
 # flags that change what is returned
 FLAGS = {

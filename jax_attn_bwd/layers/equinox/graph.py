@@ -68,15 +68,10 @@ class _Conv(ChecksNames, eqx.Module):
         return_attention_weights: bool) -> jax.Array | tuple[jax.Array, jax.Array]: ...
     # fmt: on
     def __call__(
-        self,
-        x: Nodes,
-        graph: BipartiteCSC,
-        edge_attr: jax.Array | None = None,
-        *,
-        key: jax.Array | None = None,
-        inference: bool | None = None,
+        self, x: Nodes, graph: BipartiteCSC, edge_attr: jax.Array | None = None, *,
+        key: jax.Array | None = None, inference: bool | None = None,
         return_attention_weights: bool = False,
-    ) -> Result:
+    ) -> Result:  # fmt: skip
         """Attends; arguments and results, but `key` and `inference`, see in `jax_attn_bwd.layers.graph`.
 
         Args:
@@ -168,17 +163,9 @@ class GATv2Conv(_Conv):
     kind: ClassVar[str] = "GATv2Conv"
 
     def __init__(
-        self,
-        in_channels: int | tuple[int, int],
-        out_channels: int,
-        heads: int = 1,
-        concat: bool = True,
-        *,
-        inference: bool = False,
-        dtype: Any = None,
-        key: jax.Array,
-        **options: Unpack[GATv2ConvKeywords],
-    ):
+        self, in_channels: int | tuple[int, int], out_channels: int, heads: int = 1, concat: bool = True, *,
+        inference: bool = False, dtype: Any = None, key: jax.Array, **options: Unpack[GATv2ConvKeywords],
+    ):  # fmt: skip
         """Makes the layer, of the arguments of `GATConv` and `share_weights`."""
         self._build(locals())
 
@@ -199,16 +186,9 @@ class TransformerConv(_Conv):
     kind: ClassVar[str] = "TransformerConv"
 
     def __init__(
-        self,
-        in_channels: int | tuple[int, int],
-        out_channels: int,
-        heads: int = 1,
-        concat: bool = True,
-        *,
-        inference: bool = False,
-        dtype: Any = None,
-        key: jax.Array,
+        self, in_channels: int | tuple[int, int], out_channels: int, heads: int = 1, concat: bool = True, *,
+        inference: bool = False, dtype: Any = None, key: jax.Array,
         **options: Unpack[TransformerConvKeywords],
-    ):
+    ):  # fmt: skip
         """Makes the layer, of the arguments of `GATConv`, but the options."""
         self._build(locals())

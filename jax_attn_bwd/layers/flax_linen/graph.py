@@ -46,14 +46,9 @@ class _Conv(ChecksNames, nn.Module):
     # fmt: on
     @nn.compact
     def __call__(
-        self,
-        x: Nodes,
-        graph: BipartiteCSC,
-        edge_attr: jax.Array | None = None,
-        *,
-        deterministic: bool | None = None,
-        return_attention_weights: bool = False,
-    ) -> Result:
+        self, x: Nodes, graph: BipartiteCSC, edge_attr: jax.Array | None = None, *,
+        deterministic: bool | None = None, return_attention_weights: bool = False,
+    ) -> Result:  # fmt: skip
         """Attends; arguments and results, but `deterministic`, see in `jax_attn_bwd.layers.graph`.
 
         Args:

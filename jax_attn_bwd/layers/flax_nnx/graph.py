@@ -61,15 +61,10 @@ class _Conv(ChecksNames, nnx.Module):
         return_attention_weights: bool) -> jax.Array | tuple[jax.Array, jax.Array]: ...
     # fmt: on
     def __call__(
-        self,
-        x: Nodes,
-        graph: BipartiteCSC,
-        edge_attr: jax.Array | None = None,
-        *,
-        deterministic: bool | None = None,
-        rngs: nnx.Rngs | None = None,
+        self, x: Nodes, graph: BipartiteCSC, edge_attr: jax.Array | None = None, *,
+        deterministic: bool | None = None, rngs: nnx.Rngs | None = None,
         return_attention_weights: bool = False,
-    ) -> Result:
+    ) -> Result:  # fmt: skip
         """Attends; arguments and results, but `deterministic` and `rngs`, see in `jax_attn_bwd.layers.graph`.
 
         Args:
@@ -142,20 +137,11 @@ class GATv2Conv(_Conv):
     kind: ClassVar[str] = "GATv2Conv"
 
     def __init__(
-        self,
-        in_channels: int | tuple[int, int],
-        out_channels: int,
-        heads: int = 1,
-        concat: bool = True,
-        *,
-        deterministic: bool = False,
-        dtype: Any = None,
-        param_dtype: Any = jnp.float32,
-        precision: Any = None,
-        kernel_init: nnx.Initializer = _XAVIER,
-        rngs: nnx.Rngs,
+        self, in_channels: int | tuple[int, int], out_channels: int, heads: int = 1, concat: bool = True, *,
+        deterministic: bool = False, dtype: Any = None, param_dtype: Any = jnp.float32,
+        precision: Any = None, kernel_init: nnx.Initializer = _XAVIER, rngs: nnx.Rngs,
         **options: Unpack[GATv2ConvKeywords],
-    ):
+    ):  # fmt: skip
         self._build(locals())
 
 
@@ -168,18 +154,9 @@ class TransformerConv(_Conv):
     kind: ClassVar[str] = "TransformerConv"
 
     def __init__(
-        self,
-        in_channels: int | tuple[int, int],
-        out_channels: int,
-        heads: int = 1,
-        concat: bool = True,
-        *,
-        deterministic: bool = False,
-        dtype: Any = None,
-        param_dtype: Any = jnp.float32,
-        precision: Any = None,
-        kernel_init: nnx.Initializer = _XAVIER,
-        rngs: nnx.Rngs,
+        self, in_channels: int | tuple[int, int], out_channels: int, heads: int = 1, concat: bool = True, *,
+        deterministic: bool = False, dtype: Any = None, param_dtype: Any = jnp.float32,
+        precision: Any = None, kernel_init: nnx.Initializer = _XAVIER, rngs: nnx.Rngs,
         **options: Unpack[TransformerConvKeywords],
-    ):
+    ):  # fmt: skip
         self._build(locals())

@@ -53,14 +53,9 @@ class _Conv(ChecksNames, hk.Module):
     ) -> jax.Array | tuple[jax.Array, jax.Array]: ...
     # fmt: on
     def __call__(
-        self,
-        x: Nodes,
-        graph: BipartiteCSC,
-        edge_attr: jax.Array | None = None,
-        *,
-        is_training: bool | None = None,
-        return_attention_weights: bool = False,
-    ) -> Result:
+        self, x: Nodes, graph: BipartiteCSC, edge_attr: jax.Array | None = None, *,
+        is_training: bool | None = None, return_attention_weights: bool = False,
+    ) -> Result:  # fmt: skip
         """Attends; arguments and results, but `is_training`, see in `jax_attn_bwd.layers.graph`.
 
         Args:

@@ -11,7 +11,7 @@ from keras.src import backend
 from jax_attn_bwd._core import checks
 from jax_attn_bwd._core.types import Implementation
 from jax_attn_bwd.layers import multi_head
-from jax_attn_bwd.layers.keras.compute_attention import compute_attention
+from jax_attn_bwd.layers.keras.multi_head import compute_attention
 from jax_attn_bwd.ops.dot_product import dot_product_attention
 
 _NAME = "use_attention"

@@ -1,12 +1,14 @@
 """Graph attention: GAT, GATv2, graph transformer, and the softmax, sum, mean and maximum over edges."""
 
-from jax_attn_bwd.ops.graph.api import graph_attention, graph_attention_v2, graph_transformer_attention
-from jax_attn_bwd.ops.graph.batching import BatchLayout, GraphBatch, batch_graphs
-from jax_attn_bwd.ops.graph.derivatives import (
+from jax_attn_bwd.ops.graph.api import (
+    graph_attention,
     graph_attention_bwd,
+    graph_attention_v2,
     graph_attention_v2_bwd,
+    graph_transformer_attention,
     graph_transformer_attention_bwd,
 )
+from jax_attn_bwd.ops.graph.batching import BatchLayout, GraphBatch, batch_graphs
 from jax_attn_bwd.ops.graph.edge_ops import (
     edge_max,
     edge_max_bwd,

@@ -62,12 +62,9 @@ def edge_sum(
 
 
 def edge_mean(
-    graph: BipartiteCSC,
-    edge: jax.Array,
-    *,
-    forward_mode: bool = False,
+    graph: BipartiteCSC, edge: jax.Array, *, forward_mode: bool = False,
     implementation: Implementation | None = None,
-) -> jax.Array:
+) -> jax.Array:  # fmt: skip
     """Takes the mean over the edges into each destination: `edge_sum` divided by their number.
 
         out[i] = sum of edge[e] / number of edges, over the edges e into destination i
@@ -85,12 +82,9 @@ def edge_mean(
 
 
 def edge_max(
-    graph: BipartiteCSC,
-    edge: jax.Array,
-    *,
-    forward_mode: bool = False,
+    graph: BipartiteCSC, edge: jax.Array, *, forward_mode: bool = False,
     implementation: Implementation | None = None,
-) -> jax.Array:
+) -> jax.Array:  # fmt: skip
     """Takes the maximum over the edges into each destination; the minimum is `-edge_max(graph, -edge)`.
 
         out[i] = max of edge[e] over the edges e into destination i

@@ -1,6 +1,60 @@
-"""`multi_head_attention` and its backward: the check of their arguments, and the source's rules for masks."""
+"""MegEngine's `megengine.functional.nn.multi_head_attention` and the layer around it, in JAX terms.
 
+Kept from the source:
+  * names, order and defaults of the arguments; batch first, `(N, L, embed_dim)`;
+  * one array of weights, `io_weight_bias`: query, key, value and output weight, then their biases, flat,
+    row by row, of any shape with the right number of elements (the module has `(1, length)`); `y = x W + b`;
+    what a size of 0 or a flag turns off takes no room. Projection sizes are totals over the heads, head h
+    owns columns h * d to (h + 1) * d; None means `embed_dim`;
+  * a projection of size 0 hands the tensor itself to every head, whose gradient is the sum over heads; a
+    head is then as wide as the tensor, and the sizes must fit: embed_dim = k_size if neither query nor key
+    is projected, kproj_size = embed_dim * num_heads or qproj_size = k_size * num_heads if one is, equal
+    sizes if both are. Without an output projection the heads' outputs lie side by side;
+  * the logits are divided by the square root of `embed_dim // num_heads`, or of `embed_dim` if
+    `qproj_size == 0`; it is the heads' real width only if `qproj_size` is `embed_dim` or 0;
+  * a boolean mask is True where masked, a floating one is added to the logits; both kinds may meet. What is
+    masked is decided in this order: `is_causal` without masks is causal, from the top left; `is_causal` with
+    `attn_mask` alone is a hint, the mask counts; cudnn-style masks; `attn_mask`, `key_padding_mask`, or both
+    added up; beside a `key_padding_mask`, `is_causal` is ignored. Entry n * num_heads + h of a 3-D
+    `attn_mask` is that of head h of batch entry n;
+  * cudnn-style masks are integers and both must be given: `attn_mask (2, L)`, the first key that each query
+    sees and the one after its last; `key_padding_mask (2, N)`, how many queries and how many keys count;
+  * in training the weights are returned after dropout; `(N * num_heads, L, S)`, or `(N, L, S)` averaged. Of
+    `average_attn_weights` the source says "Default: False (i.e. average weights across heads)", which
+    contradicts itself: False, the default, is by head here, as its code has it;
+  * `out_drop` drops elements of the output after its bias; dropout needs `training`.
+
+Changed:
+  * what the source refuses works: `bias_k` and `bias_v` `(1, 1, kproj_size or k_size)` and
+    `(1, 1, vproj_size or v_size)`, one row after the projected keys and values; `add_zero_attn`, a row of
+    zeros after it; no mask reaches these rows. `reslink` adds the query to the output, after `out_drop`.
+    So do causality without a mask and gradients outside training, on which the source's CPU path fails, and
+    cudnn-style masks, which that path ignores;
+  * a query that sees nothing gets 0 from the attention (the output is its bias), weights 0 and gradient 0,
+    where the source gives NaN;
+  * unbatched input, which the source documents and fails on: `query (L, embed_dim)` gives an output
+    `(L, oproj_size)` and weights `(num_heads, L, S)` or `(L, S)`; `attn_mask` is `(L, S)` or
+    `(num_heads, L, S)`, `key_padding_mask` `(S,)`, in cudnn style `(2, 1)`;
+  * returned weights and floating masks are differentiable, which they are not in the source;
+  * `io_weight_bias` may be None where nothing is projected; dropout draws from `dropout_key`; the two
+    reserve spaces do not exist; errors are `ValueError` and `TypeError`.
+
+Added: `multi_head_attention_backward`, whose place the source's automatic differentiation takes, with the
+gradients to choose. A checkpoint goes over as arrays::
+
+    np.savez("layer.npz", **module.state_dict())  # there
+    params = dict(np.load("layer.npz"))  # here
+    out, _ = megengine.MultiHeadAttn(embed_dim, num_heads)(params, x, x, x)
+
+and `unpack_io_weight_bias` gives the matrices to a layer of another kind.
+
+References:
+  MegEngine 1.13, megengine.functional.nn.multi_head_attention, megengine.module.MultiHeadAttention.
+"""
+
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -9,19 +63,33 @@ import jax.numpy as jnp
 
 from jax_attn_bwd._core import checks, numerics
 from jax_attn_bwd._core.serialization import exportable_tuple
-from jax_attn_bwd.compat.calls import after_dropout, arrays, both, drops, mask_planes, merged
-from jax_attn_bwd.compat.megengine.packing import (
+from jax_attn_bwd.compat.calls import after_dropout, arrays, both, drops, heads, mask_planes, merged
+from jax_attn_bwd.compat.io_weight_bias import (
+    BIASES,
+    PROJECTIONS,
     IOWeightBias,
     SourceSizes,
     layer_sizes,
     pack_io_weight_bias,
     unpack,
+    unpack_io_weight_bias,
 )
 from jax_attn_bwd.ops.multi_head import MultiHeadAttentionParams
 from jax_attn_bwd.ops.multi_head import multi_head_attention as _layer
 from jax_attn_bwd.ops.multi_head import multi_head_attention_bwd as _layer_bwd
 
+__all__ = [
+    "IOWeightBias",
+    "MultiHeadAttn",
+    "MultiHeadAttnGrads",
+    "multi_head_attention",
+    "multi_head_attention_backward",
+    "pack_io_weight_bias",
+    "unpack_io_weight_bias",
+]
+
 _NAME, _BACKWARD = "megengine.multi_head_attention", "megengine.multi_head_attention_backward"
+_MODULE = "megengine.MultiHeadAttn"
 _MASKS = ("key_padding_mask", "attn_mask")
 _STYLE = "maybe_cudnn_style_mask=True"
 
@@ -138,39 +206,17 @@ class MultiHeadAttnGrads(NamedTuple):
 
 
 def multi_head_attention_backward(
-    grad_output: jax.Array | None,
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    embed_dim: int,
-    num_heads: int,
-    attn_drop: float,
-    out_drop: float,
-    io_weight_bias: jax.Array | None,
-    qproj_size: int | None = None,
-    kproj_size: int | None = None,
-    vproj_size: int | None = None,
-    oproj_size: int | None = None,
-    qbias: bool = False,
-    kbias: bool = False,
-    vbias: bool = False,
-    obias: bool = False,
-    bias_k: jax.Array | None = None,
-    bias_v: jax.Array | None = None,
-    add_zero_attn: bool = False,
-    key_padding_mask: jax.Array | None = None,
-    attn_mask: jax.Array | None = None,
-    need_weights: bool = False,
-    average_attn_weights: bool = False,
-    is_causal: bool = False,
-    maybe_cudnn_style_mask: bool = False,
-    reslink: bool = False,
-    training: bool = True,
-    *,
-    grad_weights: jax.Array | None = None,
-    wrt: Sequence[str] | None = None,
+    grad_output: jax.Array | None, query: jax.Array, key: jax.Array, value: jax.Array, embed_dim: int,
+    num_heads: int, attn_drop: float, out_drop: float, io_weight_bias: jax.Array | None,
+    qproj_size: int | None = None, kproj_size: int | None = None, vproj_size: int | None = None,
+    oproj_size: int | None = None, qbias: bool = False, kbias: bool = False, vbias: bool = False,
+    obias: bool = False, bias_k: jax.Array | None = None, bias_v: jax.Array | None = None,
+    add_zero_attn: bool = False, key_padding_mask: jax.Array | None = None,
+    attn_mask: jax.Array | None = None, need_weights: bool = False, average_attn_weights: bool = False,
+    is_causal: bool = False, maybe_cudnn_style_mask: bool = False, reslink: bool = False,
+    training: bool = True, *, grad_weights: jax.Array | None = None, wrt: Sequence[str] | None = None,
     dropout_key: jax.Array | None = None,
-) -> MultiHeadAttnGrads:
+) -> MultiHeadAttnGrads:  # fmt: skip
     """The gradients of `multi_head_attention`, those that are asked for.
 
     Args:
@@ -236,6 +282,105 @@ def multi_head_attention_backward(
         n: x.reshape(jnp.shape(given[n])).astype(given[n].dtype) for n, x in found.items() if n in wanted
     }
     return MultiHeadAttnGrads(**shaped)
+
+
+@dataclass(frozen=True)
+class MultiHeadAttn:
+    """MegEngine's layer around `multi_head_attention`: its arguments, and parameters in a dictionary.
+
+    The dictionary has the names of the source's state dictionary, so one that it saved, as NumPy arrays, may
+    be handed over as it is: "io_weight_bias" `(1, length)` and, with `add_bias_kv`, "bias_k" and "bias_v".
+
+    Differs from the source's in that the dropout rates count (its `reset_parameters` sets both to 0), that
+    what it refuses works (`add_bias_kv`, `add_zero_attn`, `reslink`), and that `training` is given at the
+    call, False where it is not.
+
+    Args:
+      embed_dim: width of query and output, and of each projection over all heads.
+      num_heads: divides embed_dim.
+      attn_dropout, out_dropout: rates of the weights and of the output, in training.
+      bias: whether all four projections have one.
+      add_bias_kv: one learned row after the projected keys and values, `(1, 1, embed_dim)` each.
+      add_zero_attn: a row of zeros after it.
+      reslink: add the query to the output.
+      kdim, vdim: widths of key and value; None = embed_dim.
+
+    Example:
+      >>> import jax
+      >>> from jax_attn_bwd.compat import megengine
+      >>> layer = megengine.MultiHeadAttn(8, 2)
+      >>> params = layer.init(jax.random.key(0))
+      >>> x = jax.random.normal(jax.random.key(1), (2, 5, 8), "float32")
+      >>> out, _ = layer(params, x, x, x, is_causal=True)
+      >>> parts = megengine.unpack_io_weight_bias(
+      ...     params["io_weight_bias"], 8, 2, qbias=True, kbias=True, vbias=True, obias=True)
+      >>> out.shape, parts.query_weight.shape, parts.out_bias.shape
+      ((2, 5, 8), (8, 8), (8,))
+    """
+
+    embed_dim: int
+    num_heads: int
+    attn_dropout: float = 0.0
+    out_dropout: float = 0.0
+    bias: bool = True
+    add_bias_kv: bool = False
+    add_zero_attn: bool = False
+    reslink: bool = False
+    kdim: int | None = None
+    vdim: int | None = None
+
+    def __post_init__(self) -> None:
+        """Raises where the sizes do not fit."""
+        embed_dim = checks.integer(_MODULE, "embed_dim", self.embed_dim, least=1)
+        heads(_MODULE, self.num_heads, embed_dim=embed_dim)
+        for name in ("kdim", "vdim"):
+            if getattr(self, name) is not None:
+                checks.integer(_MODULE, name, getattr(self, name), least=1)
+        for name in ("bias", "add_bias_kv", "add_zero_attn", "reslink"):
+            checks.flag(_MODULE, name, getattr(self, name))
+
+    def init(self, key: jax.Array, dtype: Any = jnp.float32) -> dict[str, jax.Array]:
+        """Initial parameters: weights as the source draws them (Xavier, of the packed array), biases 0."""
+        E = self.embed_dim
+        length = (2 * E + (self.kdim or E) + (self.vdim or E)) * E
+        of_weights, of_rows = jax.random.split(key)
+        biases = 4 * E if self.bias else 0
+        bound = math.sqrt(6 / (1 + length + biases))
+        weights = jax.random.uniform(of_weights, (1, length), dtype, -bound, bound)
+        params = {"io_weight_bias": jnp.pad(weights, ((0, 0), (0, biases)))}
+        if self.add_bias_kv:
+            bound = math.sqrt(6 / (1 + E))
+            rows = jax.random.uniform(of_rows, (2, 1, 1, E), dtype, -bound, bound)
+            params |= {"bias_k": rows[0], "bias_v": rows[1]}
+        return params
+
+    def __call__(
+        self, params: Mapping[str, jax.Array], query: jax.Array, key: jax.Array, value: jax.Array,
+        key_padding_mask: jax.Array | None = None, attn_mask: jax.Array | None = None,
+        need_weights: bool = False, average_attn_weights: bool = False, is_causal: bool = False,
+        maybe_cudnn_style_mask: bool = False, *, training: bool = False,
+        dropout_key: jax.Array | None = None,
+    ) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
+        """(output, weights or None): `multi_head_attention` of these parameters, whose arguments these are.
+
+        Raises:
+          ValueError: `params` holds other names; as `multi_head_attention`. TypeError: as that.
+        """
+        names = ("io_weight_bias", *(("bias_k", "bias_v") if self.add_bias_kv else ()))
+        if not isinstance(params, Mapping) or set(params) != set(names):
+            got = sorted(params) if isinstance(params, Mapping) else type(params).__name__
+            raise ValueError(checks.message(_MODULE, "params", f"be a dictionary of {list(names)}", got))
+        # All projections are as wide as the query.
+        E = self.embed_dim
+        weights: Any = {"bias_k": None, "bias_v": None, **params}
+        sizes: Any = dict.fromkeys(PROJECTIONS, E) | dict.fromkeys(BIASES, self.bias)
+        return multi_head_attention(
+            query, key, value, E, self.num_heads, self.attn_dropout, self.out_dropout, **weights, **sizes,
+            add_zero_attn=self.add_zero_attn, key_padding_mask=key_padding_mask, attn_mask=attn_mask,
+            need_weights=need_weights, average_attn_weights=average_attn_weights, is_causal=is_causal,
+            maybe_cudnn_style_mask=maybe_cudnn_style_mask, reslink=self.reslink, training=training,
+            dropout_key=dropout_key,
+        )  # fmt: skip
 
 
 class _Call(NamedTuple):

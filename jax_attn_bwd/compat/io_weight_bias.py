@@ -1,4 +1,4 @@
-"""`io_weight_bias`: every weight and bias of the layer in one array."""
+"""`io_weight_bias` of MegEngine: every weight and bias of the layer in one array."""
 
 import math
 from collections.abc import Mapping
@@ -78,21 +78,11 @@ def pack_io_weight_bias(
 
 
 def unpack_io_weight_bias(
-    io_weight_bias: jax.Array | None,
-    embed_dim: int,
-    num_heads: int,
-    qproj_size: int | None = None,
-    kproj_size: int | None = None,
-    vproj_size: int | None = None,
-    oproj_size: int | None = None,
-    qbias: bool = False,
-    kbias: bool = False,
-    vbias: bool = False,
-    obias: bool = False,
-    *,
-    k_size: int | None = None,
-    v_size: int | None = None,
-) -> IOWeightBias:
+    io_weight_bias: jax.Array | None, embed_dim: int, num_heads: int, qproj_size: int | None = None,
+    kproj_size: int | None = None, vproj_size: int | None = None, oproj_size: int | None = None,
+    qbias: bool = False, kbias: bool = False, vbias: bool = False, obias: bool = False, *,
+    k_size: int | None = None, v_size: int | None = None,
+) -> IOWeightBias:  # fmt: skip
     """The weights and biases in `io_weight_bias`.
 
     Args:
