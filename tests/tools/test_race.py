@@ -209,7 +209,7 @@ def test_rules_that_change_a_program_are_timed_without(one_device, monkeypatch, 
     """Not one that holds, and leaves the program as it was."""
     monkeypatch.setattr(rules, "LEAST", 0.0)
     x = call.Input((8, 512, 2, 8), call.normal)
-    given = {name: x for name in ("query", "key", "value")}
+    given = dict.fromkeys(("query", "key", "value"), x)
     attention = lambda data, x: dot_product_attention(*x.values(), is_causal=True)
     made = call.Call("a batch", given, x.shape, attention, attention)
     drawn = program.Program(0, 0, "dot_product", "float32", made)
