@@ -40,12 +40,7 @@ READ_IN_ONE_KERNEL = Rule(
     "GPU, rows of up to 16,384 whose sum meets them again",
     "XLA:GPU makes one kernel of the softmax's backward instead of two that both read all.",
 )
-BIAS_BY_BLOCKS = Rule(
-    "bias_by_blocks",
-    "CPU, a bias whose -inf hides keys",
-    "Which keys are seen is reduced block after block; sums over heads and queries took 1.2 of the forward.",
-)
-RULES = (COMPUTED_ONCE, BARRIER_AS_A_CALL, ROUNDED_BEHIND_A_BARRIER, READ_IN_ONE_KERNEL, BIAS_BY_BLOCKS)
+RULES = (COMPUTED_ONCE, BARRIER_AS_A_CALL, ROUNDED_BEHIND_A_BARRIER, READ_IN_ONE_KERNEL)
 _ROW_OF_ONE_KERNEL = 16384  # XLA:GPU reduces longer rows in two kernels
 
 
@@ -103,11 +98,6 @@ def rounded(x: jax.Array, dtype: Any) -> jax.Array:
     """
     narrow = x.astype(dtype)
     return barrier(narrow) if ROUNDED_BEHIND_A_BARRIER.holds(targets.platform() == "gpu") else narrow
-
-
-def reduces_as_it_lies() -> bool:
-    """Tells whether a reduction of an array that is there already is better than one block after block."""
-    return not BIAS_BY_BLOCKS.holds(targets.platform() == "cpu")
 
 
 def read_in_one_kernel(x: jax.Array, axis: int) -> jax.Array:

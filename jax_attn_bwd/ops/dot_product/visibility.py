@@ -367,9 +367,8 @@ def _tells_by_diagonal(mask: Mask, bias: Any, T: Any, S: Any) -> bool:
 def _is_array(mask: Mask, bias: Any) -> bool:
     """Tells whether an array alone decides: it is there already, its reductions take no memory."""
     others = "query_segment_ids", "mask_mod", "query_seq_lengths", "key_value_seq_lengths"
-    if mask.is_banded or mask.has(*others) or (bias is not None and mask.has("elements")):
-        return False
-    return bias is None or fusion.reduces_as_it_lies()
+    alone = bias is None or not mask.has("elements")
+    return alone and not mask.is_banded and not mask.has(*others)
 
 
 def _by_index(mask: Mask, T: Any, S: Any, batch_rank: int) -> tuple[Any, Any]:
