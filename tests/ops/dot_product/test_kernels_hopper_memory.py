@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from jax_attn_bwd import dot_product_attention
-from jax_attn_bwd._core import hopper, mosaic_gpu, pallas
+from jax_attn_bwd._core import mosaic_gpu, pallas
 from jax_attn_bwd.ops.dot_product.cases import with_mod_args
 
 NAME = "mosaic_gpu"
@@ -115,5 +115,5 @@ def test_scratch_fits_shared_memory(H, Hv, call, launched):
         jax.eval_shape(gradients, arrays)
     assert any(name.startswith("attention_forward") for name in launched)
     assert len(launched) >= 2
-    too_large = {n: size for n, size in launched.items() if size > hopper.SHARED_MEMORY}
-    assert not too_large, f"of {hopper.SHARED_MEMORY} bytes"
+    too_large = {n: size for n, size in launched.items() if size > mosaic_gpu.SHARED_MEMORY}
+    assert not too_large, f"of {mosaic_gpu.SHARED_MEMORY} bytes"

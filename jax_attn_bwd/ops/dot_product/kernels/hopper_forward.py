@@ -20,8 +20,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_attn_bwd._core import dropout, hopper, mosaic_gpu, pallas
-from jax_attn_bwd._core.hopper import ROWS, WGMMA
+from jax_attn_bwd._core import dropout, mosaic_gpu, pallas
+from jax_attn_bwd._core.mosaic_gpu import ROWS, WGMMA
 from jax_attn_bwd._core.numerics import finite, rounding_between, to_rank
 from jax_attn_bwd._core.sharding import tie
 from jax_attn_bwd.ops.dot_product.kernels import functions
@@ -112,7 +112,7 @@ def _scratch(options: KernelOptions, tiling: Tiling, refs: Inputs, interpret: bo
     wgs, bq, bk = tiles.COMPUTE_WARPGROUPS, tiling.block_q, tiling.block_k
     # rings for k and v, q of each computing warpgroup, lse and its rounding of each row; a barrier at which
     # the two take turns
-    tile = partial(hopper.tile, swizzle=tiling.swizzle)
+    tile = partial(mosaic_gpu.tile, swizzle=tiling.swizzle)
     scratch = tiles.key_rings(refs, tiling) | dict(
         q_tile=tile((wgs, bq, H), dtype),
         row_values=plgpu.SMEM((wgs, 2 if kernel_inputs.has_rounding(options, refs) else 1, bq), jnp.float32),
@@ -149,7 +149,7 @@ def _kernel(
     # the last warpgroup loads k and v of each visited tile, as slots of the rings come free
     @pl.when(wg == tiles.COMPUTE_WARPGROUPS)
     def _load():
-        plgpu.set_max_registers(hopper.LOAD_REGISTERS, action="decrease")
+        plgpu.set_max_registers(mosaic_gpu.LOAD_REGISTERS, action="decrease")
         head, bounds = lax.div(n, jnp.int32(groups)), known or load_bounds()
         rings = (k_tiles, k_loaded, k_free), (v_tiles, v_loaded, v_free)
         tiles.stream_keys(refs, b, head, bounds, tiling, rings)
@@ -157,12 +157,12 @@ def _kernel(
     # the others compute, block_q rows each
     @pl.when(wg < tiles.COMPUTE_WARPGROUPS)
     def _compute():
-        plgpu.set_max_registers(hopper.COMPUTE_REGISTERS, action="increase")
+        plgpu.set_max_registers(mosaic_gpu.COMPUTE_REGISTERS, action="increase")
         # q of these rows, [block_q, H], stays in shared memory
         row, bounds = (i * tiles.COMPUTE_WARPGROUPS + wg) * bq, known or load_bounds()
         plgpu.copy_gmem_to_smem(refs.q.at[b, pl.ds(row, bq), n], q_tile.at[wg], q_loaded.at[wg])
         plgpu.barrier_wait(q_loaded.at[wg])
-        pl.when(wg == 1)(partial(hopper.meet, turn))  # warpgroup 0 has the first turn
+        pl.when(wg == 1)(partial(mosaic_gpu.meet, turn))  # warpgroup 0 has the first turn
 
         def step(t, carry):
             """Folds the keys of one tile into acc, m, l: [block_q, Hv], [block_q] and [block_q]."""
@@ -173,7 +173,7 @@ def _kernel(
 
             def product(acc):
                 plgpu.wgmma(acc, q_tile.at[mine], k_tiles.at[slot].T)
-                hopper.meet(turn)
+                mosaic_gpu.meet(turn)
                 return acc[...]
 
             s = pl.run_scoped(product, plgpu.ACC((bq, bk), jnp.float32))
@@ -187,7 +187,7 @@ def _kernel(
             plgpu.barrier_arrive(turn)
             plgpu.barrier_wait(v_loaded.at[slot])
             plgpu.barrier_wait(turn)
-            acc = hopper.add_products(acc, p, v_tiles.at[slot], spare and spare.at[wg])
+            acc = mosaic_gpu.add_products(acc, p, v_tiles.at[slot], spare and spare.at[wg])
             plgpu.barrier_arrive(v_free.at[slot])
             return acc, m, l
 
@@ -195,7 +195,7 @@ def _kernel(
         # over mesh axes.
         start = _initial(options, refs, bq, n)
         acc, m, l = lax.fori_loop(jnp.int32(0), bounds.count, step, start)
-        pl.when(wg == 0)(partial(hopper.meet, turn))  # and warpgroup 1 the last one
+        pl.when(wg == 0)(partial(mosaic_gpu.meet, turn))  # and warpgroup 1 the last one
 
         # out = acc / l, 0 in rows that see nothing; l is of all keys, acc of those that dropout lets pass
         factor = dropout.survivor_factor(options.dropout_rate) if options.dropout_rate else 1.0

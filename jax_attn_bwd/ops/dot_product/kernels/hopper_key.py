@@ -20,8 +20,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_attn_bwd._core import hopper, mosaic_gpu, pallas
-from jax_attn_bwd._core.hopper import COLUMNS, ROWS
+from jax_attn_bwd._core import mosaic_gpu, pallas
+from jax_attn_bwd._core.mosaic_gpu import COLUMNS, ROWS
 from jax_attn_bwd._core.sharding import varying
 from jax_attn_bwd.ops.dot_product.kernels import hopper_gradients as gradients
 from jax_attn_bwd.ops.dot_product.kernels import hopper_tiles as tiles
@@ -47,7 +47,7 @@ class Shared(NamedTuple):
     q_free: Any
     dout_free: Any
     exchange: dict[str, Any] | None = None  # of the fused kernel, see `_add_dq`
-    spare: Any = None  # of the interpreter, see `hopper.product`: for p and dx of each warpgroup
+    spare: Any = None  # of the interpreter, see `mosaic_gpu.product`: for p and dx of each warpgroup
 
 
 def _scratch(tiling: Tiling, saved: Saved, sums: int, fused: bool, interpret: bool) -> dict[str, Any]:
@@ -58,7 +58,7 @@ def _scratch(tiling: Tiling, saved: Saved, sums: int, fused: bool, interpret: bo
     tokens = [name for name in ("row_position", "row_segment") if getattr(saved.refs, name) is not None]
     ring = partial(plgpu.Barrier, num_barriers=stages)
     swizzle = min(tiling.swizzle, H) if fused else tiling.swizzle  # of bytes: half of the columns
-    tile = partial(hopper.tile, swizzle=swizzle)
+    tile = partial(mosaic_gpu.tile, swizzle=swizzle)
     shared: dict[str, Any] = dict(
         k_tile=tile((wgs, bk, H), dtype),
         v_tile=tile((wgs, bk, Hv), dtype),
@@ -77,7 +77,7 @@ def _scratch(tiling: Tiling, saved: Saved, sums: int, fused: bool, interpret: bo
     if fused:
         shared["exchange"] = dict(
             dx_tiles=tile((2, wgs, bk, bq), dtype),
-            dq_tile=hopper.tile((wgs, bq, H // wgs), jnp.float32),
+            dq_tile=mosaic_gpu.tile((wgs, bq, H // wgs), jnp.float32),
             written=plgpu.Barrier(num_arrivals=wgs),
         )
     if interpret:
@@ -126,7 +126,7 @@ class KeyBlock(NamedTuple):
 def _load(block: KeyBlock) -> None:
     """Runs the loading warpgroup: q, its row values and tokens, and dout of each step."""
     # where the queries of a step are: a query head, and block_q rows
-    plgpu.set_max_registers(hopper.LOAD_REGISTERS, action="decrease")
+    plgpu.set_max_registers(mosaic_gpu.LOAD_REGISTERS, action="decrease")
     bounds, refs, shared, bq = block.bounds(), block.refs, block.shared, block.tiling.block_q
 
     def turn(step: Any) -> tuple[Any, Any]:
@@ -152,7 +152,7 @@ def _load(block: KeyBlock) -> None:
         (q_and_row_values, q_targets, shared.q_loaded, shared.q_free),
         (dout, [shared.dout_tiles], shared.dout_loaded, shared.dout_free),
     ]
-    hopper.stream(block.steps(bounds), block.tiling.stages, rings)
+    mosaic_gpu.stream(block.steps(bounds), block.tiling.stages, rings)
 
 
 def default_tiling(options: KernelOptions, saved: Saved) -> Tiling:
@@ -246,7 +246,7 @@ def _kernel(
 def _compute(block: KeyBlock, wg: Any, results: tuple[Any, ...]) -> None:
     """Runs a computing warpgroup: sums over all steps for its block_k keys, and writes them."""
     # k [block_k, H] and v [block_k, Hv] stay in shared memory
-    plgpu.set_max_registers(hopper.COMPUTE_REGISTERS, action="increase")
+    plgpu.set_max_registers(mosaic_gpu.COMPUTE_REGISTERS, action="increase")
     refs, shared, names, bk = block.refs, block.shared, block.names, block.tiling.block_k
     bounds = block.bounds()
     column = (block.j * tiles.COMPUTE_WARPGROUPS + wg) * bk
@@ -269,7 +269,7 @@ def _compute(block: KeyBlock, wg: Any, results: tuple[Any, ...]) -> None:
     made, totals = pl.run_scoped(accumulate, *accs.values()) if accs else accumulate()
     # to global memory by way of shared memory, in the places of k and v
     if shared.exchange:  # the other warpgroup may still read this one's keys, whose place dk takes
-        hopper.meet(shared.exchange["written"])
+        mosaic_gpu.meet(shared.exchange["written"])
     for name, result in zip(names, outputs, strict=True):
         if name == "key":
             _write(shared.k_tile.at[wg], made[name] * block.options.scale, result.at[keys])
@@ -303,7 +303,7 @@ def _step(block: KeyBlock, wg, bounds: Any, column, dq_ref, accs: dict[str, Any]
     def add_dv(p):
         z_p = gradients.survivors(block.options, p, p).astype(block.refs.q.dtype)
         spare = shared.spare and shared.spare.at[0, wg]
-        hopper.product(accs["value"], z_p, shared.dout_tiles.at[slot], spare)
+        mosaic_gpu.product(accs["value"], z_p, shared.dout_tiles.at[slot], spare)
 
     # dx^T (10), [block_k, block_q], and what it adds to the sums over queries
     acc = plgpu.ACC((bk, bq), jnp.float32)
@@ -316,7 +316,7 @@ def _step(block: KeyBlock, wg, bounds: Any, column, dq_ref, accs: dict[str, Any]
     if "key" in names:
         dx = dx.astype(block.refs.q.dtype)
         spare = shared.spare and shared.spare.at[1, wg]
-        hopper.product(accs["key"], dx, shared.q_tiles.at[slot], spare)
+        mosaic_gpu.product(accs["key"], dx, shared.q_tiles.at[slot], spare)
         if shared.exchange:
             there = dq_ref.at[block.b, :, n]
             _add_dq(dx, shared.k_tile, there, row, step, spare is not None, **shared.exchange)
@@ -406,7 +406,7 @@ def _add_dq(dx, k_tile, dq_ref, row, step, interpret, *, dx_tiles, dq_tile, writ
     dx_tiles = dx_tiles.at[lax.rem(step, jnp.int32(2))]
     dx_tiles[wg] = dx
     plgpu.commit_smem()
-    hopper.meet(written)
+    mosaic_gpu.meet(written)
     # dx k over all 2 x block_k keys, [block_q, H / 2]
     columns = pl.ds(pl.multiple_of(wg * width, width), width)
 
@@ -424,7 +424,7 @@ def _add_dq(dx, k_tile, dq_ref, row, step, interpret, *, dx_tiles, dq_tile, writ
 
         for turn in range(wgs):
             pl.when(wg == turn)(add)
-            hopper.meet(written)
+            mosaic_gpu.meet(written)
         return
     # added to global memory by TMA, when the share of the step before has been read
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)

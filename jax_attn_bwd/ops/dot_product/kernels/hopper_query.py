@@ -21,8 +21,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_attn_bwd._core import hopper, mosaic_gpu, pallas
-from jax_attn_bwd._core.hopper import ROWS, WGMMA
+from jax_attn_bwd._core import mosaic_gpu, pallas
+from jax_attn_bwd._core.mosaic_gpu import ROWS, WGMMA
 from jax_attn_bwd.ops.dot_product.kernels import hopper_gradients as gradients
 from jax_attn_bwd.ops.dot_product.kernels import hopper_tiles as tiles
 from jax_attn_bwd.ops.dot_product.kernels.hopper_gradients import Saved
@@ -64,7 +64,7 @@ def query_gradients(
     (B, T, N, H), Hv, dtype = saved.refs.q.shape, saved.refs.v.shape[-1], saved.refs.q.dtype
     sums = gradients.value_sides(saved.refs).count(0) if "rows" in wanted else 1
     # shared memory: rings for k and v, q and dout of each computing warpgroup, what is summed
-    tile = partial(hopper.tile, swizzle=tiling.swizzle)
+    tile = partial(mosaic_gpu.tile, swizzle=tiling.swizzle)
     scratch = tiles.key_rings(saved.refs, tiling) | dict(
         q_tile=tile((wgs, bq, H), dtype),
         dout_tile=tile((wgs, bq, Hv), dtype),
@@ -109,7 +109,7 @@ def _kernel(
     # the last warpgroup loads k and v of each visited tile, as slots of the rings come free
     @pl.when(wg == wgs)
     def _load():
-        plgpu.set_max_registers(hopper.LOAD_REGISTERS, action="decrease")
+        plgpu.set_max_registers(mosaic_gpu.LOAD_REGISTERS, action="decrease")
         bounds = load_bounds()
         head = lax.div(n, jnp.int32(refs.q.shape[2] // refs.k.shape[2]))
         rings = (k_tiles, k_loaded, k_free), (v_tiles, v_loaded, v_free)
@@ -118,7 +118,7 @@ def _kernel(
     # the others compute, block_q rows each
     @pl.when(wg < wgs)
     def _compute():
-        plgpu.set_max_registers(hopper.COMPUTE_REGISTERS, action="increase")
+        plgpu.set_max_registers(mosaic_gpu.COMPUTE_REGISTERS, action="increase")
         bounds = load_bounds()
         # q [block_q, H] and dout [block_q, Hv] stay in shared memory, lse, delta and rounding in registers
         row = (i * wgs + wg) * bq
@@ -165,7 +165,7 @@ def _kernel(
             # dq += dx k (11); the place of k is free when that has read it
             if "query" in names:
                 dx = dx.astype(refs.q.dtype)
-                hopper.product(dq_acc, dx, k_tiles.at[slot], spare and spare.at[wg])
+                mosaic_gpu.product(dq_acc, dx, k_tiles.at[slot], spare and spare.at[wg])
                 plgpu.wgmma_wait(0)
             plgpu.barrier_arrive(k_free.at[slot])
             return totals
@@ -210,13 +210,13 @@ def bias_gradient(options: KernelOptions, interpret: bool, saved: Saved) -> jax.
     B, N, _, _ = saved.refs.bias.shape
     # shared memory: `stages` slots for q, dout, k and v of a pair, filled and freed together; the total
     dtype, ring = saved.refs.q.dtype, partial(plgpu.Barrier, num_barriers=stages)
-    tile = partial(hopper.tile, swizzle=tiling.swizzle)
+    tile = partial(mosaic_gpu.tile, swizzle=tiling.swizzle)
     scratch = dict(
         q_tiles=tile((stages, wgs * bq, H), dtype),
         dout_tiles=tile((stages, wgs * bq, Hv), dtype),
         k_tiles=tile((stages, bk, H), dtype),
         v_tiles=tile((stages, bk, Hv), dtype),
-        total_tile=hopper.tile((wgs, bq, bk), jnp.float32),
+        total_tile=mosaic_gpu.tile((wgs, bq, bk), jnp.float32),
         loaded=ring(num_arrivals=4),
         free=ring(num_arrivals=wgs),
     )
@@ -260,7 +260,7 @@ def _bias_kernel(
     # the last warpgroup loads what each pair has there
     @pl.when(wg == wgs)
     def _load():
-        plgpu.set_max_registers(hopper.LOAD_REGISTERS, action="decrease")
+        plgpu.set_max_registers(mosaic_gpu.LOAD_REGISTERS, action="decrease")
 
         def sources(step):
             b, n = pair(step)
@@ -273,12 +273,12 @@ def _bias_kernel(
                 refs.v.at[b, columns, kv],
             ]
 
-        hopper.stream(count, stages, [(sources, [q_tiles, dout_tiles, k_tiles, v_tiles], loaded, free)])
+        mosaic_gpu.stream(count, stages, [(sources, [q_tiles, dout_tiles, k_tiles, v_tiles], loaded, free)])
 
     # the others compute, block_q rows of the tile each
     @pl.when(wg < wgs)
     def _compute():
-        plgpu.set_max_registers(hopper.COMPUTE_REGISTERS, action="increase")
+        plgpu.set_max_registers(mosaic_gpu.COMPUTE_REGISTERS, action="increase")
         row = (i * wgs + wg) * bq
 
         def step(t, total):

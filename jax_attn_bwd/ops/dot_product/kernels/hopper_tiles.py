@@ -24,8 +24,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_attn_bwd._core import dropout, hopper, masks, mosaic_gpu
-from jax_attn_bwd._core.hopper import COLUMNS, ROWS, WGMMA
+from jax_attn_bwd._core import dropout, masks, mosaic_gpu
+from jax_attn_bwd._core.mosaic_gpu import COLUMNS, ROWS, WGMMA
 from jax_attn_bwd.ops.dot_product import mod_functions
 from jax_attn_bwd.ops.dot_product.kernels import blocks, functions
 from jax_attn_bwd.ops.dot_product.kernels import inputs as kernel_inputs
@@ -413,7 +413,7 @@ def key_rings(refs: Inputs, tiling: Tiling) -> dict[str, Any]:
     A barrier `loaded` and one `free` for each place.
     """
     stages, ring = tiling.stages, partial(plgpu.Barrier, num_barriers=tiling.stages)
-    places = lambda x: hopper.tile((stages, tiling.block_k, x.shape[-1]), refs.q.dtype, tiling.swizzle)
+    places = lambda x: mosaic_gpu.tile((stages, tiling.block_k, x.shape[-1]), refs.q.dtype, tiling.swizzle)
     free = partial(ring, num_arrivals=COMPUTE_WARPGROUPS)
     return dict(
         k_tiles=places(refs.k), v_tiles=places(refs.v), k_loaded=ring(), v_loaded=ring(), k_free=free(),
@@ -432,4 +432,4 @@ def stream_keys(refs: Inputs, b: Any, head: Any, bounds: Any, tiling: Tiling, ri
         (source(ref), [places], loaded, free)
         for ref, (places, loaded, free) in zip((refs.k, refs.v), rings, strict=True)
     ]
-    hopper.stream(bounds.count, tiling.stages, filled)
+    mosaic_gpu.stream(bounds.count, tiling.stages, filled)

@@ -40,8 +40,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_attn_bwd._core import masks, mosaic_gpu, pallas
-from jax_attn_bwd._core.hopper import SHARED_MEMORY
-from jax_attn_bwd._core.mosaic_gpu import launch
+from jax_attn_bwd._core.mosaic_gpu import SHARED_MEMORY, launch
 from jax_attn_bwd._core.numerics import finite
 from jax_attn_bwd._core.pallas import out_type, vary_alike
 from jax_attn_bwd.ops.softmax.kernels import rules as kernel_rules
