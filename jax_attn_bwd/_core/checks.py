@@ -1,9 +1,12 @@
 """Checks of arguments, all with one style of message: operator, argument, expected, got, remedy."""
 
+import difflib
+import inspect
 import math
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any, TypeVar
 
 import jax
@@ -259,3 +262,39 @@ def precision(operator: str, value: Any) -> Any:
     except (ValueError, TypeError):
         expected = "be None, a jax.lax.Precision or its name, a pair of them, or a dot algorithm"
         raise ValueError(message(operator, "precision", expected, repr(value))) from None
+
+
+def complete(
+    operator: str, like: Callable[..., Any], allowed: Any, given: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Returns the options that a call was given, and the defaults of the others that it may be given.
+
+    So a secondary call spells only arguments of its own. A TypedDict lists the options of `<operator>_bwd`
+    and of what is built on it, which an editor shows, and the call beneath has their defaults:
+
+        def f_bwd(dout, x, *, wrt=None, **options: Unpack[FKeywords]):
+            given = checks.complete("f_bwd", f, FKeywords, options)
+
+    Args:
+      operator: the call, as errors name it.
+      like: the function whose signature has the defaults.
+      allowed: the TypedDict of the options that the call may be given.
+      given: the options that it was given.
+
+    Raises:
+      TypeError: an option is unknown or missing, in the words that Python has for it.
+    """
+    known = allowed.__required_keys__ | allowed.__optional_keys__
+    for name in given.keys() - known:
+        close = difflib.get_close_matches(name, known, 1)
+        remedy = f". Did you mean {close[0]!r}?" if close else ""
+        raise TypeError(f"{operator}() got an unexpected keyword argument {name!r}{remedy}")
+    for name in allowed.__required_keys__ - given.keys():
+        raise TypeError(f"{operator}() missing 1 required keyword-only argument: {name!r}")
+    return {**_defaults(like, allowed), **given}
+
+
+@cache
+def _defaults(like: Callable[..., Any], allowed: Any) -> dict[str, Any]:
+    parameters = inspect.signature(like).parameters
+    return {name: x.default for name, x in parameters.items() if name in allowed.__optional_keys__}

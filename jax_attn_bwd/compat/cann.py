@@ -41,7 +41,7 @@ import jax.numpy as jnp
 
 from jax_attn_bwd._core import checks
 from jax_attn_bwd._core.numerics import accumulator_dtype, to_rank
-from jax_attn_bwd._core.serialization import exportable_tuple
+from jax_attn_bwd._core.trees import exportable_tuple
 from jax_attn_bwd.ops.deformable import arguments
 from jax_attn_bwd.ops.deformable import multi_scale_deformable_attention as _deformable
 from jax_attn_bwd.ops.deformable import multi_scale_deformable_attention_bwd as _deformable_bwd

@@ -62,7 +62,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_attn_bwd._core import checks, numerics
-from jax_attn_bwd._core.serialization import exportable_tuple
+from jax_attn_bwd._core.trees import exportable_tuple
 from jax_attn_bwd.compat.calls import after_dropout, arrays, both, drops, heads, mask_planes, merged
 from jax_attn_bwd.compat.io_weight_bias import (
     BIASES,

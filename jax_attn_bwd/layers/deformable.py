@@ -58,7 +58,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_attn_bwd._core import checks, secondary_calls
+from jax_attn_bwd._core import checks
 from jax_attn_bwd._core.numerics import accumulator_dtype
 from jax_attn_bwd._core.types import Implementation, PaddingMode, SamplingMethod
 from jax_attn_bwd.layers.torch_weights import as_array
@@ -141,7 +141,7 @@ def configure(
     width: str, C: Any, num_heads: Any, keywords: Mapping[str, Any], unbatched: bool = False
 ) -> Config:
     """Returns the configuration of a layer from its arguments, checked; `width` is the name that C has."""
-    given = secondary_calls.complete(f"{_NAME}.__init__", _Defaults, Keywords, keywords)
+    given = checks.complete(f"{_NAME}.__init__", _Defaults, Keywords, keywords)
     # Heads and their width, and how many points a head has on each level.
     num_heads = checks.integer(_NAME, "num_heads", num_heads, least=1)
     num_levels = checks.integer(_NAME, "num_levels", given["num_levels"], least=1)

@@ -71,7 +71,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_attn_bwd._core import checks, secondary_calls
+from jax_attn_bwd._core import checks
 from jax_attn_bwd._core.numerics import accumulator_dtype, saturated, to_rank
 from jax_attn_bwd._core.sharding import reshard_like
 from jax_attn_bwd._core.types import Implementation, Integers
@@ -243,7 +243,7 @@ def configure(
     **own: Any,
 ) -> Config:
     """Returns the configuration of a layer from the sizes of its heads, its keywords and `own`, checked."""
-    given = secondary_calls.complete(f"{_NAME}.__init__", Config, Keywords, keywords) | own
+    given = checks.complete(f"{_NAME}.__init__", Config, Keywords, keywords) | own
     return Config(num_key_heads, num_value_heads, key_head_dim, value_head_dim, **given)
 
 

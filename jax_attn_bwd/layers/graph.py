@@ -78,7 +78,7 @@ from typing import Any, ClassVar, NamedTuple, Self, TypedDict
 import jax
 import jax.numpy as jnp
 
-from jax_attn_bwd._core import checks, secondary_calls
+from jax_attn_bwd._core import checks
 from jax_attn_bwd._core.numerics import accumulator_dtype, to_rank
 from jax_attn_bwd._core.types import Fill, Implementation
 from jax_attn_bwd.layers.torch_weights import from_torch as from_torch
@@ -189,7 +189,7 @@ class Config:
         given = dict(arguments)
         if "in_channels" in given:
             allowed = _KEYWORDS[kind]
-            given |= secondary_calls.complete(f"{kind}.__init__", cls, allowed, given["options"])
+            given |= checks.complete(f"{kind}.__init__", cls, allowed, given["options"])
             given["in_channels"] = channels(kind, given["in_channels"])
         return cls(kind, **{name: x for name, x in given.items() if name in names})
 

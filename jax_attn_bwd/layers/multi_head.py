@@ -69,7 +69,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_attn_bwd._core import checks, secondary_calls
+from jax_attn_bwd._core import checks
 from jax_attn_bwd._core.numerics import to_rank
 from jax_attn_bwd._core.rotary import Rotary, checked, rotate
 from jax_attn_bwd._core.types import Implementation
@@ -114,7 +114,7 @@ class Tokens(CacheTokens, total=False):
 
 def complete(call: str, allowed: Any, given: Any) -> Any:
     """Returns the keywords that a `call` was given, and the defaults of the others that are `allowed`."""
-    return secondary_calls.complete(call, multi_head_attention, allowed, given)
+    return checks.complete(call, multi_head_attention, allowed, given)
 
 
 _DEFAULTS = complete("", Keywords, {})

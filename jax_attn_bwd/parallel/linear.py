@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_attn_bwd._core import backend, checks, pallas, secondary_calls
+from jax_attn_bwd._core import backend, checks, pallas
 from jax_attn_bwd._core.numerics import accumulator_dtype, saturated
 from jax_attn_bwd._core.operation import Operation
 from jax_attn_bwd._core.sharding import match_type, tie, vary_over, varying
@@ -164,7 +164,7 @@ def _run(
     """Returns what the call `like` returns of the whole sequence: of this device's tokens."""
     # the arguments of this device
     name = like.__name__
-    given = secondary_calls.complete(name, like, CutKeywords, options)
+    given = checks.complete(name, like, CutKeywords, options)
     n, device = axis_size(name, axis_name), lax.axis_index(axis_name)
     wants_final = checks.flag(name, "return_final_state", return_final_state)
     implementation, forward_mode = given.pop("implementation"), given.pop("forward_mode")

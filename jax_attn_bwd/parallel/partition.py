@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_attn_bwd._core import checks
-from jax_attn_bwd._core.serialization import exportable_dataclass
+from jax_attn_bwd._core.trees import exportable_dataclass
 from jax_attn_bwd.ops.graph import BipartiteCSC
 
 _PADDING = 1.1  # moved rows at most, of the needed ones

@@ -46,7 +46,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_attn_bwd._core import float_leaves
+from jax_attn_bwd._core import trees
 from jax_attn_bwd._core.numerics import accumulator_dtype
 from jax_attn_bwd._core.sharding import full_like_operands
 from jax_attn_bwd.ops.dot_product import blockwise, mod_functions, visibility
@@ -146,7 +146,7 @@ def backward(
     mine = of_keys(exchange, operands)
     dtype = accumulator_dtype(operands.query.dtype)
     zero = lambda x: full_like_operands(x, x.shape, 0, dtype, (operands, dout))
-    floats = {name: float_leaves.floats(getattr(operands, name)) for name in sorted(wanted.names)}
+    floats = {name: trees.floats(getattr(operands, name)) for name in sorted(wanted.names)}
     zeros = {name: jax.tree.map(zero, x) for name, x in floats.items()}
     stay = {name: x for name, x in zeros.items() if name not in mine}
     go = {name: x for name, x in zeros.items() if name in mine}

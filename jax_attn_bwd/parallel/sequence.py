@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_attn_bwd._core import checks, float_leaves, pallas, secondary_calls
+from jax_attn_bwd._core import checks, pallas, trees
 from jax_attn_bwd._core.operation import Operation
 from jax_attn_bwd._core.sharding import match_type, tie
 from jax_attn_bwd._core.types import Array, SequenceLayout, typed_like
@@ -217,7 +217,7 @@ def ulysses_attention(
 
 def _completed(operator: str, options: SequenceKeywords) -> dict[str, Any]:
     """Returns all options of a call, which have the defaults of `dot_product_attention`."""
-    given = secondary_calls.complete(operator, dot_product_attention, SequenceKeywords, options)
+    given = checks.complete(operator, dot_product_attention, SequenceKeywords, options)
     return {"layout": "contiguous"} | given
 
 
@@ -288,7 +288,7 @@ def _backward(static, saved, wanted, cotangents):
         grads["sink"] = blockwise.gradient_of_sink(alike.sink, result, delta)  # (7) of `ring.py`
     # each gradient has the type of its operand
     matched = {
-        name: jax.tree.map(match_type, x, float_leaves.floats(getattr(operands, name)))
+        name: jax.tree.map(match_type, x, trees.floats(getattr(operands, name)))
         for name, x in grads.items()
     }
     return as_cotangents(operands, matched)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_attn_bwd._core import checks, dropout, secondary_calls
+from jax_attn_bwd._core import checks, dropout
 from jax_attn_bwd._core.numerics import accumulator_dtype, to_rank
 from jax_attn_bwd._core.sharding import varying
 from jax_attn_bwd._core.types import Array, Reduce
@@ -144,7 +144,7 @@ def tensor_parallel_multi_head_attention(
       Shoeybi et al., Megatron-LM, 2019, arXiv:1909.08053, section 3.
       Korthikanti et al., Reducing activation recomputation, 2022, arXiv:2205.05198, section 4.2.2.
     """
-    given = secondary_calls.complete(_NAME, multi_head_attention, LayerKeywords, options)
+    given = checks.complete(_NAME, multi_head_attention, LayerKeywords, options)
     # Tokens in parts are gathered: [..., t, E] -> [..., T, E], T = n * t.
     n = axis_size(_NAME, axis_name)
     checks.choice(_NAME, "reduce", reduce, get_args(Reduce))

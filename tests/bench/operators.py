@@ -41,7 +41,7 @@ from jax_attn_bwd import (
     scaled_masked_softmax,
 )
 from jax_attn_bwd._core.cases import Case
-from jax_attn_bwd._core.secondary_calls import complete
+from jax_attn_bwd._core.checks import complete
 from jax_attn_bwd.ops.dot_product import blockwise, visibility
 from jax_attn_bwd.ops.dot_product.arguments import prepare
 from jax_attn_bwd.ops.dot_product.plan import Materialized, count

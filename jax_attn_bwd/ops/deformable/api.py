@@ -7,7 +7,7 @@ from typing import ParamSpec, TypeVar, Unpack
 import jax
 import numpy as np
 
-from jax_attn_bwd._core import backend, checks, fusion, secondary_calls
+from jax_attn_bwd._core import backend, checks, fusion
 from jax_attn_bwd._core.operation import Operation
 from jax_attn_bwd._core.sharding import reshard_like
 from jax_attn_bwd._core.types import Array, Implementation, Normalize, PaddingMode, SamplingMethod
@@ -173,7 +173,7 @@ def multi_scale_deformable_attention_bwd(
     """
     # the call, checked as the forward is
     name, keywords = f"{_NAME}_bwd", MultiScaleDeformableAttentionKeywords
-    given = secondary_calls.complete(name, multi_scale_deformable_attention, keywords, options)
+    given = checks.complete(name, multi_scale_deformable_attention, keywords, options)
     implementation = given.pop("implementation")
     queries = {"sampling_locations": sampling_locations, "attention_weights": attention_weights}
     static, operands = prepare(name, value, spatial_shapes, *queries.values(), **given)

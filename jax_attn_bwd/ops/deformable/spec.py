@@ -11,7 +11,7 @@ from typing import NamedTuple, TypedDict
 import jax
 import numpy as np
 
-from jax_attn_bwd._core.serialization import exportable_tuple
+from jax_attn_bwd._core.trees import exportable_tuple
 from jax_attn_bwd._core.sharding import match_type
 from jax_attn_bwd._core.types import Array, Implementation, Normalize, PaddingMode, SamplingMethod
 

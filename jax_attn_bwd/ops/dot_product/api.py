@@ -5,7 +5,7 @@ from typing import Any, Literal, Unpack, overload
 
 import jax
 
-from jax_attn_bwd._core import checks, float_leaves, fusion, head_scale, secondary_calls
+from jax_attn_bwd._core import checks, fusion, head_scale, trees
 from jax_attn_bwd._core.numerics import accumulator_dtype
 from jax_attn_bwd._core.operation import Operation
 from jax_attn_bwd._core.sharding import reshard_like
@@ -242,7 +242,7 @@ def dot_product_attention_bwd(
     """
     # The arguments of the forward call.
     name = f"{_NAME}_bwd"
-    given = secondary_calls.complete(name, dot_product_attention, DotProductAttentionKeywords, options)
+    given = checks.complete(name, dot_product_attention, DotProductAttentionKeywords, options)
     implementation = given.pop("implementation")
     checked, operands = prepare(name, query, key, value, bias, mask, **given)
 
@@ -273,7 +273,7 @@ def dot_product_attention_bwd(
     grads = blockwise.backward(plan, operands, Result(out, lse, None), wanted, dout, dlse)
     if grads.query is not None:
         grads = grads._replace(query=head_scale.times(grads.query, given["scale"]))
-    return grads._replace(mod_args=float_leaves.in_dtypes_of(tuple(given["mod_args"]), grads.mod_args))
+    return grads._replace(mod_args=trees.in_dtypes_of(tuple(given["mod_args"]), grads.mod_args))
 
 
 _READ_TWICE = ("query", "key", "value")  # in the forward and in the backward

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_attn_bwd._core import checks, dropout, float_leaves, fusion, head_scale, masks, numerics, sharding
+from jax_attn_bwd._core import checks, dropout, fusion, head_scale, masks, numerics, sharding, trees
 from jax_attn_bwd.ops.dot_product import mod_functions
 from jax_attn_bwd.ops.dot_product.mask import Mask
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options, Sizes
@@ -128,7 +128,7 @@ def _soft_cap(operator: str, cap: Any, dtype: Any) -> float | None:
 
 def require_floats(operator: str, mod_args: Any) -> None:
     """Raises where `wrt="mod_args"` asks for gradients and there are no floats."""
-    if not jax.tree.leaves(float_leaves.floats(mod_args)):
+    if not jax.tree.leaves(trees.floats(mod_args)):
         dtypes = ", ".join(str(x.dtype) for x in jax.tree.leaves(mod_args)) or "nothing"
         expected, remedy = "hold floating-point arrays where wrt names it", "integers have no gradient"
         raise TypeError(checks.message(operator, "mod_args", expected, dtypes, remedy))

@@ -41,7 +41,7 @@ from typing import Any
 import jax
 from jax import lax
 
-from jax_attn_bwd._core import float_leaves, split
+from jax_attn_bwd._core import split, trees
 from jax_attn_bwd._core.numerics import accumulator_dtype
 from jax_attn_bwd._core.sharding import full_like_operands, match_type
 from jax_attn_bwd.ops.dot_product import devices, layout, row_terms
@@ -76,7 +76,7 @@ def backward(
         grads = run(operands, *rows)
 
     # In the types of the operands.
-    like = lambda name: float_leaves.floats(getattr(given, name))
+    like = lambda name: trees.floats(getattr(given, name))
     return DotProductAttentionGrads(
         **{name: jax.tree.map(match_type, grad, like(name)) for name, grad in grads.items()}
     )
@@ -86,7 +86,7 @@ def _zeros_like(operands: Operands, names: frozenset[str], rows: Any) -> dict[st
     """Returns zeros of the shapes of these operands, in the accumulator's dtype."""
     dtype = accumulator_dtype(operands.query.dtype)
     zero = lambda x: full_like_operands(x, x.shape, 0, dtype, (operands, rows))
-    return {n: jax.tree.map(zero, float_leaves.floats(getattr(operands, n))) for n in sorted(names)}
+    return {n: jax.tree.map(zero, trees.floats(getattr(operands, n))) for n in sorted(names)}
 
 
 def _of_sink_alone(plan: Plan, operands: Operands, result: Result, dout: Any, dlse: Any) -> dict[str, Any]:

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jax_attn_bwd._core import checks, float_leaves, pallas
+from jax_attn_bwd._core import checks, pallas, trees
 from jax_attn_bwd._core.jaxpr import elementwise, intervals
 from jax_attn_bwd._core.jaxpr.guard import guarded
 from jax_attn_bwd._core.numerics import to_rank
@@ -96,8 +96,8 @@ def pulled_back(
     to_args: bool,
 ) -> tuple[jax.Array, Any]:
     """Returns (cotangent of what `scored` was handed; of the floats in `args`, None unless `to_args`)."""
-    numbers = float_leaves.floats(args)
-    of = lambda logits, numbers: scored(options, logits, tile, float_leaves.filled(args, numbers))
+    numbers = trees.floats(args)
+    of = lambda logits, numbers: scored(options, logits, tile, trees.filled(args, numbers))
     if to_args:
         return jax.vjp(of, logits, numbers)[1](dlogits)
     return *jax.vjp(lambda logits: of(logits, numbers), logits)[1](dlogits), None
@@ -107,8 +107,8 @@ def pushed_forward(
     options: Options, logits: jax.Array, tile: Elements, args: tuple[Any, ...], dlogits: jax.Array, dargs: Any
 ) -> tuple[jax.Array, jax.Array]:
     """Returns (what `scored` gives, its tangent) by tangents of logits and of floats in `args`; None = 0."""
-    numbers = float_leaves.floats(args)
-    of = lambda logits, numbers: scored(options, logits, tile, float_leaves.filled(args, numbers))
+    numbers = trees.floats(args)
+    of = lambda logits, numbers: scored(options, logits, tile, trees.filled(args, numbers))
     if dargs is None:
         return jax.jvp(lambda logits: of(logits, numbers), (logits,), (dlogits,))
     return jax.jvp(of, (logits, numbers), (dlogits, dargs))
@@ -119,7 +119,7 @@ def tangents_of_args(args: Any, tangents: Any) -> Any:
     if not jax.tree.leaves(tangents):
         return None
     zero = lambda t, x: t if t is not None or x is None else jnp.zeros_like(x)
-    return jax.tree.map(zero, tangents, float_leaves.floats(args), is_leaf=lambda t: t is None)
+    return jax.tree.map(zero, tangents, trees.floats(args), is_leaf=lambda t: t is None)
 
 
 def pulled_back_to(numbers: Any, read: Callable[..., Any], cotangents: Callable[..., Any]) -> Any:
@@ -154,7 +154,7 @@ def pulled_back_apart(
     def out_specs(spec, dlogits, of_args, *tile):
         lead = [spec[axis] for axis in axes]
         specs = jax.tree.map(
-            lambda x: PartitionSpec(*lead, *(None for _ in x.shape)), float_leaves.floats(args)
+            lambda x: PartitionSpec(*lead, *(None for _ in x.shape)), trees.floats(args)
         )
         return spec, specs
 
@@ -174,7 +174,7 @@ def _over(f: Callable[..., Any], axes: list[int], arrays: tuple[Any, ...]) -> An
 
 def may_lie_apart(at: Places, q: jax.Array) -> bool:
     """Tells whether cotangents of each batch entry and head of q `[..., K, G, T, H]` have room."""
-    sizes = [x.size for x in jax.tree.leaves(float_leaves.floats(at.args))]
+    sizes = [x.size for x in jax.tree.leaves(trees.floats(at.args))]
     known = all(isinstance(n, int) for n in (*q.shape, *sizes))
     return known and math.prod(q.shape[:-2]) * sum(sizes) <= APART
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypedDict
 import jax
 
 from jax_attn_bwd._core import dropout, masks
-from jax_attn_bwd._core.serialization import exportable_tuple
+from jax_attn_bwd._core.trees import exportable_tuple
 from jax_attn_bwd._core.types import Array, DropoutKeywords, Implementation, Integers, Scale
 from jax_attn_bwd.ops.dot_product import mask as mask_fields
 from jax_attn_bwd.ops.dot_product.mask import Mask

@@ -7,7 +7,7 @@ from typing import Any, Literal, Unpack, overload
 import jax
 import jax.numpy as jnp
 
-from jax_attn_bwd._core import checks, head_scale, secondary_calls
+from jax_attn_bwd._core import checks, head_scale
 from jax_attn_bwd._core.types import Activation, Array, Implementation, Pair, Scale, Triple, typed_like
 from jax_attn_bwd.ops.graph.arguments import check_cotangents, prepare_additive, prepare_transformer
 from jax_attn_bwd.ops.graph.kinds import GAT, GATv2
@@ -425,7 +425,7 @@ def graph_transformer_attention_bwd(
     """
     # the operands by the names of the arguments, and which of them are asked for
     name, keywords = "graph_transformer_attention_bwd", GraphTransformerAttentionKeywords
-    given = secondary_calls.complete(name, graph_transformer_attention, keywords, options)
+    given = checks.complete(name, graph_transformer_attention, keywords, options)
     implementation = given.pop("implementation")
     static, operands = prepare_transformer(
         name, graph, query, key, value, return_attention_weights=False, **given
@@ -450,7 +450,7 @@ def _additive_gradients(
     """
     # the operands, and which of them are asked for
     name = f"{forward.__name__}_bwd"
-    given = secondary_calls.complete(name, forward, GraphAttentionKeywords, options)
+    given = checks.complete(name, forward, GraphAttentionKeywords, options)
     implementation, shares_nodes = given.pop("implementation"), nodes[1] is None
     static, operands = prepare_additive(name, kind, graph, *nodes, return_attention_weights=False, **given)
     present = [n for n in _ADDITIVE if getattr(operands, n) is not None and not (shares_nodes and n == "dst")]

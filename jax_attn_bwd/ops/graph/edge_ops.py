@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_attn_bwd._core import backend, checks, secondary_calls
+from jax_attn_bwd._core import backend, checks
 from jax_attn_bwd._core.operation import Operation
 from jax_attn_bwd._core.sharding import explicit_spec, match_type, reshard_like
 from jax_attn_bwd._core.types import Array, Implementation
@@ -246,7 +246,7 @@ def edge_softmax_bwd(
       [0.1875, -0.1875]
     """
     name = "edge_softmax_bwd"
-    implementation = secondary_calls.complete(name, edge_softmax, EdgeKeywords, options)["implementation"]
+    implementation = checks.complete(name, edge_softmax, EdgeKeywords, options)["implementation"]
     if np.ndim(weights) == np.ndim(dweights) == 1:
         columns = (jnp.asarray(x)[:, None] for x in (dweights, weights))
         return edge_softmax_bwd(next(columns), graph, next(columns), **options)[:, 0]
@@ -279,7 +279,7 @@ def _gradient(
     forward: str, dout: Any, graph: Any, options: EdgeKeywords, edge: Any = None, out: Any = None
 ) -> jax.Array:
     name = f"{forward}_bwd"
-    implementation = secondary_calls.complete(name, edge_sum, EdgeKeywords, options)["implementation"]
+    implementation = checks.complete(name, edge_sum, EdgeKeywords, options)["implementation"]
     graph = check_graph(name, graph)
     dout = _rows(name, "dout", dout, "num_dst", graph.num_dst)
     given: tuple = ()

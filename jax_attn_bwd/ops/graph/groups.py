@@ -17,7 +17,7 @@ from jax import lax
 
 from jax_attn_bwd._core import checks
 from jax_attn_bwd._core.numerics import ceil_div
-from jax_attn_bwd._core.serialization import exportable_tuple
+from jax_attn_bwd._core.trees import exportable_tuple
 
 LIMIT = 2**31 - 1  # the most that an int32 counts
 RUN = 256  # edges that one sum adds up in turn: its error grows with their number

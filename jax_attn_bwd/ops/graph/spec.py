@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Required, TypedDict, get_args
 import jax
 
 from jax_attn_bwd._core import dropout
-from jax_attn_bwd._core.serialization import exportable_tuple
+from jax_attn_bwd._core.trees import exportable_tuple
 from jax_attn_bwd._core.types import Activation, Array, DropoutKeywords, Implementation, Scale
 
 ACTIVATIONS = get_args(Activation)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_attn_bwd._core import checks
-from jax_attn_bwd._core.serialization import exportable_dataclass
+from jax_attn_bwd._core.trees import exportable_dataclass
 from jax_attn_bwd._core.types import Array, Fill
 from jax_attn_bwd.ops.graph import groups, plan, self_loops
 from jax_attn_bwd.ops.graph.groups import LIMIT, Groups

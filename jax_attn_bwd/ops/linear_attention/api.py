@@ -6,7 +6,7 @@ from typing import Any, Literal, Unpack, overload
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_attn_bwd._core import backend, checks, fusion, secondary_calls
+from jax_attn_bwd._core import backend, checks, fusion
 from jax_attn_bwd._core.operation import Operation
 from jax_attn_bwd._core.sharding import reshard_like
 from jax_attn_bwd._core.types import Array, Implementation, Integers
@@ -311,7 +311,7 @@ def _gradients(
     """Returns the gradients of a call that are asked for, by name."""
     # the call, checked as the forward is
     name = f"{like.__name__}_bwd"
-    given = secondary_calls.complete(name, like, LinearAttentionKeywords, options)
+    given = checks.complete(name, like, LinearAttentionKeywords, options)
     implementation = given.pop("implementation")
     static, operands = prepare(name, *tokens, is_delta="beta" in fields, **given)
     present = [n for n in fields if getattr(operands, n) is not None]

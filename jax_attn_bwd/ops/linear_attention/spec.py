@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypedDict
 
 import jax
 
-from jax_attn_bwd._core.serialization import exportable_tuple
+from jax_attn_bwd._core.trees import exportable_tuple
 from jax_attn_bwd._core.types import Array, Implementation, Integers
 
 DIFFERENTIABLE = ("query", "key", "value", "log_decay", "beta", "initial_state")

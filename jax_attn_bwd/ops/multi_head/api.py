@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeAlias, Unpack, overload
 
 import jax
 
-from jax_attn_bwd._core import checks, float_leaves, fusion, secondary_calls
+from jax_attn_bwd._core import checks, fusion, trees
 from jax_attn_bwd._core.operation import Operation
 from jax_attn_bwd._core.rotary import Rotary
 from jax_attn_bwd._core.types import Array, Implementation, Integers, Pair, Save, Scale
@@ -274,7 +274,7 @@ def multi_head_attention_bwd(
       ((16, 16), (16, 1, 16), None)
     """
     name = f"{_NAME}_bwd"
-    given = secondary_calls.complete(name, multi_head_attention, MultiHeadAttentionKeywords, options)
+    given = checks.complete(name, multi_head_attention, MultiHeadAttentionKeywords, options)
     implementation = given.pop("implementation")
     given["return_weights"] = dweights is not None or given["average_weights"]
     checked, operands = prepare(name, params, query, key, value, return_residual=True, **given)
@@ -305,7 +305,7 @@ def multi_head_attention_bwd(
     grads = times_scale(layer_backward.backward(plan, residuals, dout, dweights), given["scale"])
     of_params = MultiHeadAttentionParams(*(grads.get(n) for n in PARAMS))
     found: dict[str, Any] = {n: grads.get(n) for n in ARRAYS}
-    found["mod_args"] = float_leaves.in_dtypes_of(tuple(given["mod_args"]), found["mod_args"])
+    found["mod_args"] = trees.in_dtypes_of(tuple(given["mod_args"]), found["mod_args"])
     return MultiHeadAttentionGrads(of_params, **found)
 
 

@@ -39,7 +39,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_attn_bwd._core import float_leaves
+from jax_attn_bwd._core import trees
 from jax_attn_bwd._core.numerics import accumulator_dtype, reduce_to, to_rank
 from jax_attn_bwd._core.products import accumulated, sum_of_products
 from jax_attn_bwd._core.rotary import rotate
@@ -161,7 +161,7 @@ def _undo_output(options, through, residuals, inner, live, dout, dweights):
 
     # dense attention sums these over the shards that share them, so what joins them must be summed
     matched = {
-        name: jax.tree.map(match_type, x, float_leaves.floats(getattr(inner, name)))
+        name: jax.tree.map(match_type, x, trees.floats(getattr(inner, name)))
         for name in ("key", "value", "bias", "sink", "mod_args")
         for x in [getattr(shares, name)]
         if x is not None
@@ -261,7 +261,7 @@ def _undo_projections(options, residuals, clean, grads, shares):
             grad = reduce_to(grad, primal.shape)
         found[name] = match_type(grad, primal)
     if "mod_args" in wanted:
-        numbers = float_leaves.floats(operands.mod_args)  # those that have a gradient
+        numbers = trees.floats(operands.mod_args)  # those that have a gradient
         args = jax.tree.map(jnp.zeros_like, numbers) if shares.mod_args is None else shares.mod_args
         found["mod_args"] = jax.tree.map(match_type, args, numbers)
     return found

@@ -12,7 +12,7 @@ import jax
 
 from jax_attn_bwd._core import dropout
 from jax_attn_bwd._core.rotary import Rotary
-from jax_attn_bwd._core.serialization import exportable_tuple
+from jax_attn_bwd._core.trees import exportable_tuple
 from jax_attn_bwd._core.types import Array, Save
 from jax_attn_bwd.ops.dot_product import spec as dot_product
 from jax_attn_bwd.ops.dot_product.mask import Mask

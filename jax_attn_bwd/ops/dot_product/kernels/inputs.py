@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jax_attn_bwd._core import float_leaves, fusion, sharding
+from jax_attn_bwd._core import fusion, sharding, trees
 from jax_attn_bwd._core.numerics import reduce_to, to_rank
 from jax_attn_bwd.ops.dot_product import layout, mod_functions, row_terms, visibility
 from jax_attn_bwd.ops.dot_product.block import dropout_counters
@@ -230,14 +230,14 @@ def mod_args_gradient(options: KernelOptions, operands: Operands, padding: Paddi
 
     The latter are `[B, N, T|1, S|1]` each, or `[B, N, T + S]`.
     """
-    numbers = float_leaves.floats(operands.mod_args)
+    numbers = trees.floats(operands.mod_args)
     if not dvalues:
         return jax.tree.map(jnp.zeros_like, numbers)
     place = places(operands, padding)
 
     # values are read of the floats in `mod_args`; the derivative of reading takes cotangents back to these
     def read(numbers):
-        args = float_leaves.filled(operands.mod_args, numbers)
+        args = trees.filled(operands.mod_args, numbers)
         found = functions.values(
             options, operands._replace(mask=operands.mask.replace(mod_args=args)), place
         )[1]
@@ -404,7 +404,7 @@ def saved_rows(
 
 def matched(operands: Operands, grads: dict[str, Any]) -> DotProductAttentionGrads:
     """Gives each gradient the type of its operand, with what it varies over."""
-    like = lambda name: float_leaves.floats(getattr(operands, name))
+    like = lambda name: trees.floats(getattr(operands, name))
     return DotProductAttentionGrads(
         **{name: jax.tree.map(sharding.match_type, grad, like(name)) for name, grad in grads.items()}
     )
@@ -419,8 +419,8 @@ def out_specs(residuals: Residuals) -> Callable[..., DotProductAttentionGrads]:
     def of(specs: Residuals, *_: Any) -> DotProductAttentionGrads:
         found = {name: getattr(specs.operands, name) for name in residuals.wanted.names}
         if "mod_args" in found:
-            numbers = float_leaves.floats(residuals.operands.mod_args)
-            found["mod_args"] = float_leaves.over_floats(lambda _, spec: spec, numbers, found["mod_args"])
+            numbers = trees.floats(residuals.operands.mod_args)
+            found["mod_args"] = trees.over_floats(lambda _, spec: spec, numbers, found["mod_args"])
         return DotProductAttentionGrads(**found)
 
     return of

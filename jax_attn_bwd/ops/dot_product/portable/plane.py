@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_attn_bwd._core import float_leaves
+from jax_attn_bwd._core import trees
 from jax_attn_bwd._core.numerics import fast_two_sum, finite, moved, reduce_to, rounding_of, to_rank
 from jax_attn_bwd._core.products import einsum, sum_of_products
 from jax_attn_bwd.ops.dot_product import layout, mod_functions, row_terms, visibility
@@ -228,7 +228,7 @@ def gradients(
     # In the shapes of the operands; arrays that no score reads get nothing.
     grads = layout.as_given(plane.gradients(wanted, p, dout, dp, delta, of))
     if "mod_args" in wanted and "mod_args" not in grads:
-        grads["mod_args"] = jax.tree.map(jnp.zeros_like, float_leaves.floats(plane.operands.mod_args))
+        grads["mod_args"] = jax.tree.map(jnp.zeros_like, trees.floats(plane.operands.mod_args))
     bias = plane.operands.bias
     if plane.bias is not None and bias is not None and "bias" in wanted:
         grads["bias"] = reduce_to(grads["bias"], plane.bias.shape).reshape(bias.shape)

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_attn_bwd._core import float_leaves, fusion, split
+from jax_attn_bwd._core import fusion, split, trees
 from jax_attn_bwd._core.numerics import accumulator_dtype, moved, reduce_to, rounding_of
 from jax_attn_bwd._core.pallas import vary_alike
 from jax_attn_bwd._core.products import product
@@ -265,7 +265,7 @@ def _in_shapes_of(operands: Operands, w: TileSource, sums: dict[str, Any]) -> di
         dbias = sums["bias"][..., :t, :s].reshape(*batch, k * g, t, s)
         grads["bias"] = reduce_to(dbias, bias.shape)
     if "mod_args" in sums:
-        numbers = float_leaves.floats(operands.mod_args)
+        numbers = trees.floats(operands.mod_args)
         grads["mod_args"] = jax.tree.map(lambda x, like: reduce_to(x, like.shape), sums["mod_args"], numbers)
     return grads
 
@@ -299,7 +299,7 @@ def _zeros(wanted: frozenset[str], w: TileSource, operands: Any, dtype: Any) -> 
             like = w.q[..., :1, :1].sum((-2, -1)).reshape(*lead, *(1 for _ in x.shape)) if lead else x
             return full_like_operands(like, (*lead, *x.shape), 0, dtype, operands)
 
-        zeros["mod_args"] = jax.tree.map(zero, float_leaves.floats(w.mask.places.args))
+        zeros["mod_args"] = jax.tree.map(zero, trees.floats(w.mask.places.args))
     return zeros
 
 
