@@ -33,7 +33,7 @@ from jax_attn_bwd._core.types import Array
 from jax_attn_bwd.ops import linear_attention
 from jax_attn_bwd.ops.linear_attention import arguments, layout
 from jax_attn_bwd.ops.linear_attention.api import IMPLEMENTATIONS
-from jax_attn_bwd.ops.linear_attention.chunk import unit
+from jax_attn_bwd.ops.linear_attention.layout import unit
 from jax_attn_bwd.ops.linear_attention.forward import split_heads
 from jax_attn_bwd.ops.linear_attention.matrix import dot_of, transposed
 from jax_attn_bwd.ops.linear_attention.plan import Plan, plan

@@ -45,7 +45,7 @@ from jax import lax
 from jax_attn_bwd._core.numerics import accumulator_dtype, reduce_to, to_rank
 from jax_attn_bwd._core.sharding import match_type, vary_over, varying
 from jax_attn_bwd.ops.linear_attention import layout
-from jax_attn_bwd.ops.linear_attention.chunk import Part, part, unit_gradient
+from jax_attn_bwd.ops.linear_attention.layout import Part, part, unit_gradient
 from jax_attn_bwd.ops.linear_attention.decays import SharedDecays, across_token
 from jax_attn_bwd.ops.linear_attention.forward import (
     Inside,

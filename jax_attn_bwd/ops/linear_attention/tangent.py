@@ -21,7 +21,7 @@ from jax import lax
 
 from jax_attn_bwd._core.numerics import accumulator_dtype
 from jax_attn_bwd.ops.linear_attention import layout
-from jax_attn_bwd.ops.linear_attention.chunk import part, unit_gradient
+from jax_attn_bwd.ops.linear_attention.layout import TokenRows, part, unit_gradient
 from jax_attn_bwd.ops.linear_attention.forward import (
     Inside,
     first_state,
@@ -33,7 +33,6 @@ from jax_attn_bwd.ops.linear_attention.forward import (
     split_heads,
     zero_state,
 )
-from jax_attn_bwd.ops.linear_attention.layout import TokenRows
 from jax_attn_bwd.ops.linear_attention.matrix import dot_of, strictly_lower, transposed
 from jax_attn_bwd.ops.linear_attention.plan import Plan
 from jax_attn_bwd.ops.linear_attention.spec import Operands
