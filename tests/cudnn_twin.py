@@ -10,7 +10,7 @@ from jax_attn_bwd.ops.dot_product.kernels.cudnn import Arrays, Call
 
 
 def forward(call: Call, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
-    """Computes (out `[B, T, N, H]`, stat float32 `[B, N, T]`), as `cudnn.forward`."""
+    """Computes (out `[B, T, N, H]`, stat float32 `[B, N, T]`), as `cudnn.run_forward`."""
     logits, seen = _logits(call, arrays)
     top = logits.max(-1, keepdims=True)
     p = jnp.exp(logits - top)
@@ -24,7 +24,7 @@ def forward(call: Call, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
 def backward(
     call: Call, arrays: Arrays, stat: jax.Array, out: jax.Array, dout: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-    """Computes (dq, dk, dv, dbias) as `cudnn.backward`, dbias of the shape of the bias."""
+    """Computes (dq, dk, dv, dbias) as `cudnn.run_backward`, dbias of the shape of the bias."""
     # P from the stat, delta from the output
     logits, seen = _logits(call, arrays)
     p = jnp.where(seen, jnp.exp(logits - stat[..., None]), 0)

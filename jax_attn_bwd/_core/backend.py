@@ -59,11 +59,13 @@ def kernel(
     generations: tuple[str, ...],
     forward: bool = True,
     any_order: bool = False,
+    in_one_file: bool = False,
 ) -> Implementation:
     """Returns the implementation `name` of the operator in `package` by kernels: Pallas's, or a library's.
 
     Each of `generations` has its files in `package.kernels`: `<generation>_forward.py` (`forward`,
-    `supports`) and `<generation>_backward.py` (`backward`), imported when such a device is first aimed at.
+    `supports`) and `<generation>_backward.py` (`backward`), or all of it in `<generation>.py`
+    (`in_one_file`), imported when such a device is first aimed at.
     `portable` gives the derivatives of the kernels' results. Where it has no kernel of the forward, which is
     then the portable one, `supports` stands beside `backward`.
     """
@@ -77,8 +79,8 @@ def kernel(
     # a function of its file, which is imported when it is first called
     def load(direction, function):
         def call(*args):
-            file = f"{package}.kernels.{found().files}_{direction}"
-            return getattr(importlib.import_module(file), function)(*args)
+            file = found().files if in_one_file else f"{found().files}_{direction}"
+            return getattr(importlib.import_module(f"{package}.kernels.{file}"), function)(*args)
 
         return call
 
@@ -95,6 +97,8 @@ def kernel(
 
     def files():
         name = getattr(found(), "files", "")
+        if in_one_file:
+            return f"kernels/{name}.py"
         return f"kernels/{name}_forward.py, {name}_backward.py" if forward else f"kernels/{name}_backward.py"
 
     opaque = pallas.with_portable_jvp(load("forward", "forward"), portable.forward)

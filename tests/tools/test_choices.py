@@ -105,7 +105,7 @@ def test_explain_tells_the_way_and_the_rules(one_device):
 def test_explain_tells_the_way_on_a_chip_that_is_not_here():
     found = explain(dot_product_attention, *[tokens(4096, jnp.bfloat16)] * 3, platform="A100")
     assert {c.implementation: c.way.split(",")[0] for c in found.choices} == {
-        "cudnn": "kernels/cudnn_forward.py",
+        "cudnn": "kernels/cudnn.py",
         "xla": "strips",
     }
     assert "strips, " in str(found)

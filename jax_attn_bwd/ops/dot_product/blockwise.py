@@ -71,7 +71,7 @@ _PORTABLE = backend.Implementation("xla", portable_forward.forward, portable_bac
 IMPLEMENTATIONS = (
     backend.kernel("mosaic_tpu", __package__, _PORTABLE, ("tpu",)),
     backend.kernel("mosaic_gpu", __package__, _PORTABLE, ("hopper",)),
-    backend.kernel("cudnn", __package__, _PORTABLE, ("cudnn",), any_order=True),
+    backend.kernel("cudnn", __package__, _PORTABLE, ("cudnn",), any_order=True, in_one_file=True),
     _PORTABLE,
 )
 

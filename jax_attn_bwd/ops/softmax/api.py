@@ -180,8 +180,8 @@ def _scale(operator: str, scale: Any, x: jax.Array) -> tuple[float | None, jax.A
 
 PORTABLE = backend.Implementation("xla", portable_forward.forward, portable_backward.backward)
 IMPLEMENTATIONS = (
-    backend.kernel("mosaic_tpu", __package__, PORTABLE, ("tpu",)),
-    backend.kernel("mosaic_gpu", __package__, PORTABLE, ("hopper",)),
+    backend.kernel("mosaic_tpu", __package__, PORTABLE, ("tpu",), in_one_file=True),
+    backend.kernel("mosaic_gpu", __package__, PORTABLE, ("hopper",), in_one_file=True),
     PORTABLE,
 )
 

@@ -19,7 +19,7 @@ from ops.dot_product.kernel_calls import BF16, gpu, shapes
 import jax_attn_bwd
 from jax_attn_bwd import dot_product_attention
 from jax_attn_bwd._core import pallas
-from jax_attn_bwd.ops.dot_product.kernels import cudnn, cudnn_backward
+from jax_attn_bwd.ops.dot_product.kernels import cudnn
 from jax_attn_bwd.parallel import ring_attention
 
 NAME = "cudnn"
@@ -281,7 +281,7 @@ def test_biases_far_below_what_hides(dtype, least):
 def test_a_float32_is_held_by_three_narrow_numbers(dtype):
     rest = jnp.asarray(np.outer([1e-4, 1.0, 3e7], np.random.default_rng(0).standard_normal(100)), np.float32)
     q = jnp.zeros((3, 100, 1, 8), dtype)
-    arrays, out, dout = cudnn_backward._rest_of_delta(cudnn.Arrays(q, q, q), rest[..., None])
+    arrays, out, dout = cudnn._rest_of_delta(cudnn.Arrays(q, q, q), rest[..., None])
     held = (out.astype(np.float64) * dout.astype(np.float64)).sum(-1)[..., 0]
     assert not np.asarray(arrays.v).any()
     for x, y in zip(held, rest, strict=True):

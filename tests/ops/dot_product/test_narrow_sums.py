@@ -14,8 +14,7 @@ from jax_attn_bwd import MultiHeadAttentionParams, dot_product_attention, multi_
 from jax_attn_bwd._core import pallas, targets
 from jax_attn_bwd._core.numerics import narrowed
 from jax_attn_bwd.ops.dot_product import blockwise
-from jax_attn_bwd.ops.dot_product.kernels import cudnn_backward
-from jax_attn_bwd.ops.dot_product.kernels.cudnn import Arrays
+from jax_attn_bwd.ops.dot_product.kernels import cudnn
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options
 
 T, N, H = 192, 4, 8
@@ -55,7 +54,7 @@ def layer(q, k, v, strengths):
 def test_what_rounding_takes_is_told_on_a_gpu(monkeypatch):
     """Behind a barrier: its compiler takes a conversion there and back for nothing."""
     q, rest = jnp.zeros((1, 8, 2, 8), jnp.bfloat16), jnp.zeros((1, 8, 2), jnp.float32)
-    of_delta = lambda rest: cudnn_backward._rest_of_delta(Arrays(q, q, q), rest)
+    of_delta = lambda rest: cudnn._rest_of_delta(cudnn.Arrays(q, q, q), rest)
     for platform, barriers in (("gpu", 3), ("cpu", 0)):
         monkeypatch.setattr(targets, "platform", lambda platform=platform: platform)
         text = str(jax.make_jaxpr(lambda x: of_delta(x))(rest))

@@ -8,7 +8,7 @@ from helpers import OPERATORS, assert_close, interpreted, thorough
 
 from jax_attn_bwd import check, scaled_masked_softmax
 from jax_attn_bwd._core import pallas
-from jax_attn_bwd.ops.softmax.kernels import hopper_forward as kernel
+from jax_attn_bwd.ops.softmax.kernels import hopper as kernel
 from jax_attn_bwd.ops.softmax.reference import scaled_masked_softmax as reference
 from jax_attn_bwd.ops.softmax.spec import Operands, Options
 

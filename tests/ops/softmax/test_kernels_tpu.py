@@ -8,7 +8,7 @@ from helpers import assert_close, thorough
 
 from jax_attn_bwd import scaled_masked_softmax
 from jax_attn_bwd._core import pallas
-from jax_attn_bwd.ops.softmax.kernels import tpu_forward as kernel
+from jax_attn_bwd.ops.softmax.kernels import tpu as kernel
 from jax_attn_bwd.ops.softmax.spec import Operands, Options
 
 NAME = "mosaic_tpu"

@@ -1,1 +1,1 @@
-"""Kernels of dense attention: `hopper_*`, `tpu_*`, what XLA prepares for both, and cuDNN's, `cudnn_*`."""
+"""Kernels of dense attention: `hopper_*`, `tpu_*`, what XLA prepares for both, and cuDNN's."""

@@ -1,4 +1,4 @@
-"""cuDNN's fused attention: which calls it is asked for, what it reads of them, and its two primitives.
+"""cuDNN's fused attention: the calls it is asked for, what it reads of them, its primitives, the rules.
 
 It takes causality, windows to the left of it and lengths by index, and skips what they hide. All else that
 hides, masks, biases, segments, positions, is handed to it as one bias that spans T x S, in the dtype of the
@@ -13,8 +13,21 @@ P = exp(logits - stat):
                 dq = scale dlogits k,   dk = scale dlogits^T q,   dv = P^T dout,   dbias = dlogits
 
 so P comes from the `stat` and delta from the `out` that the backward is handed: they may be of more keys
-than these. The functions are private to JAX: `KNOWN` has the arguments of those that are known, and
-`unknown()` says why others are not called.
+than these. `stat` is float32. A row whose bias was shifted by c has lse = c + stat. With a sink
+(base r = max(c, sink)) the row sum has one more term:
+
+    log l = log(exp(c - r + stat) + exp(sink - r)),   lse = r + log l,   out exp(c - r + stat - log l)
+
+What else delta holds, c = delta - rowsum(dout * out), the cotangent of lse and what rounding took from the
+output, is of a second call of the backward. It differs in its values, which are 0, and in
+
+    dout = (w_1, w_2, w_3, 0, ...),   out = (c_1, c_2, c_3, 0, ...),   c = sum_i w_i c_i        of each row
+
+so that its dlogits are P (0 - c): gradients are linear in them, and the two add up. Three numbers of 8 or 11
+bits hold a float32.
+
+The functions are private to JAX: `KNOWN` has the arguments of those that are known, and `unknown()` says why
+others are not called.
 
 Tests have a twin of both in jnp, the same algebra rounded where cuDNN rounds.
 """
@@ -32,10 +45,20 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_attn_bwd._core import pallas, sharding, targets
+from jax_attn_bwd._core import fusion, pallas, sharding, targets
+from jax_attn_bwd._core.numerics import fast_two_sum, to_rank
+from jax_attn_bwd._core.sharding import tie
 from jax_attn_bwd.ops.dot_product import visibility
 from jax_attn_bwd.ops.dot_product.kernels import inputs as kernel_inputs
-from jax_attn_bwd.ops.dot_product.spec import KernelOptions, Operands, Options
+from jax_attn_bwd.ops.dot_product.plan import Plan
+from jax_attn_bwd.ops.dot_product.spec import (
+    DotProductAttentionGrads,
+    KernelOptions,
+    Operands,
+    Options,
+    Residuals,
+    Result,
+)
 
 NAME = "cudnn"
 TWIN: Any = None  # has `forward` and `backward`, where tests ask for calls to be interpreted
@@ -64,6 +87,9 @@ HIDDEN = {"bfloat16": -(2.0**41), "float16": -(2.0**15)}
 HUGE = 2.0**10  # a row whose largest bias is beyond is shifted to 0, so that nothing of it is below HIDDEN
 ELEMENTS = 2**31  # of query on a device; from there on dq and dk are silently wrong
 KEYS_WITH_BIAS = 2**15  # with more the backward reads beyond its memory
+NOTHING = 2.0**100  # the lse of rows that see nothing: their P is 0
+# of the parts of c in the second call of the backward: float16 has few exponents
+WEIGHTS = {"bfloat16": (1.0, 1.0, 1.0), "float16": (2.0**12, 1.0, 2.0**-12)}
 _DETERMINISTIC = re.compile(r"--xla_gpu_(deterministic_ops|exclude_nondeterministic_ops)(?!=(false|0)\b)\b")
 
 
@@ -101,7 +127,7 @@ class Prepared(NamedTuple):
     shift: jax.Array | None  # float32 [B|1, T, N|1]: what was taken off the bias of each row; None = 0
 
 
-def unsupported(call: Options, operands: Operands) -> str | None:
+def supports(call: Options, operands: Operands) -> str | None:
     """Returns why cuDNN cannot run this call; None if it can."""
     options = KernelOptions.of(call, operands.mask)
     reason = unknown() or _of_options(options) or _of_operands(options, operands)
@@ -246,18 +272,18 @@ def _by_head(x: Any, operands: Operands) -> jax.Array:
     return kernel_inputs.merge_batch(operands, x.reshape(*batch, math.prod(heads), T, S), 3)
 
 
-def forward(call: Call, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
+def run_forward(call: Call, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
     """Computes (out `[B, T, N, H]`, stat float32 `[B, N, T]`); rows that see nothing hold anything."""
-    return _over_batch(partial(_forward, call))(arrays)
+    return _over_batch(partial(_bound_forward, call))(arrays)
 
 
-def backward(
+def run_backward(
     call: Call, arrays: Arrays, stat: jax.Array, out: jax.Array, dout: jax.Array, with_bias: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
     """Computes (dq, dk, dv, dbias); what lies beyond the ends holds anything."""
     if arrays.bias is None:
         with_bias = False
-    run = _over_batch(partial(_backward, call, with_bias), sums_bias=with_bias)
+    run = _over_batch(partial(_bound_backward, call, with_bias), sums_bias=with_bias)
     return run(arrays, stat, out, dout)
 
 
@@ -347,7 +373,7 @@ def _bound(arrays: Arrays) -> list[jax.Array]:
     return [jnp.zeros(0, arrays.q.dtype) if x is None else x for x in given]
 
 
-def _forward(call: Call, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
+def _bound_forward(call: Call, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
     if call.interpret:
         return TWIN.forward(call, arrays)
     options = _options(call, arrays, with_bias=arrays.bias is not None)
@@ -355,7 +381,7 @@ def _forward(call: Call, arrays: Arrays) -> tuple[jax.Array, jax.Array]:
     return out, stat
 
 
-def _backward(
+def _bound_backward(
     call: Call, with_bias: bool, arrays: Arrays, stat: jax.Array, out: jax.Array, dout: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
     if call.interpret:
@@ -400,3 +426,138 @@ def _over_batch(f: Callable[..., Any], sums_bias: bool = False) -> Callable[...,
         return parted, jax.tree.map(lambda _: True, parted)
 
     return call
+
+
+# ---- under the contract of `blockwise.py`
+
+
+def forward(plan: Plan, operands: Operands) -> Result:
+    """Computes the output and its row values."""
+    options = KernelOptions.of(plan.options, operands.mask)
+    run = partial(_forward, options, pallas.is_interpreted(NAME))
+    specs = partial(kernel_inputs.result_specs, options, False)
+    return tie(pallas.on_local_shards(run, specs, (operands,)), operands)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _forward(options: KernelOptions, interpret: bool, operands: Operands) -> Result:
+    # out [..., T, N, Hv], stat and the shift of the bias [..., T, N]
+    *batch, T, N, _ = operands.query.shape
+    arrays, shift = pallas.vary_alike(prepare(options, operands))
+    out, stat = run_forward(call_of(options, operands, interpret), arrays)
+    out = out[:, :T, :, : operands.value.shape[-1]].reshape(*batch, T, N, -1)
+    stat = jnp.swapaxes(stat, -1, -2)[:, :T]
+    shift = None if shift is None else jnp.broadcast_to(shift, stat.shape).reshape(*batch, T, N)
+    stat = stat.reshape(*batch, T, N)
+    # cuDNN promises nothing of rows that see nothing
+    if (empty := kernel_inputs.empty_rows(options, operands, stat)) is not None:
+        out, stat = jnp.where(empty[..., None], 0, out), jnp.where(empty, -jnp.inf, stat)
+    if shift is None and operands.sink is None:
+        return Result(out, stat, None)
+    # lse = base + log l, the base being the shift, or the sink where that is greater
+    base = jnp.zeros_like(stat) if shift is None else shift
+    log_l = stat
+    if operands.sink is not None:
+        sink = to_rank(operands.sink.astype(stat.dtype), stat.ndim)
+        base, shift = jnp.maximum(base, sink), base
+        stat = (shift - base) + stat
+        log_l = jnp.logaddexp(stat, sink - base)
+        factor = jnp.where(stat == -jnp.inf, 0, jnp.exp(stat - log_l))
+        out = (out.astype(stat.dtype) * factor[..., None]).astype(out.dtype)
+    lse, rounding = fast_two_sum(base, log_l)
+    rounding = jnp.where(lse == -jnp.inf, 0, rounding)
+    return Result(out, lse, rounding if kernel_inputs.has_rounding(options, operands) else None)
+
+
+def backward(
+    plan: Plan, residuals: Residuals, dout: jax.Array | None, dlse: jax.Array | None
+) -> DotProductAttentionGrads:
+    """Computes the gradients of the operands in `residuals.wanted`; a cotangent that is None is zero."""
+    options = KernelOptions.of(plan.options, residuals.operands.mask)
+    run = partial(_backward, options, pallas.is_interpreted(NAME))
+    return pallas.on_local_shards(run, kernel_inputs.out_specs(residuals), (residuals, dout, dlse))
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _backward(
+    options: KernelOptions, interpret: bool, residuals: Residuals, dout: Any, dlse: Any
+) -> DotProductAttentionGrads:
+    # delta, lse and dout of each query; inf where a query sees nothing here
+    operands, wanted = residuals.operands, residuals.wanted.names
+    values = kernel_inputs.row_values(options, residuals, dout, dlse)
+    empty = kernel_inputs.empty_rows(options, operands, values.lse)
+    out, lse = residuals.result.out, values.lse
+    if empty is not None:  # here; elsewhere the row may see keys
+        lse = jnp.where(empty, jnp.inf, lse)
+
+    # the arrays that the forward read, and the stat that P is taken from, float32 [B, N, T]
+    call = call_of(options, operands, interpret)
+    arrays, shift = prepare(options, operands._replace(query=values.query))
+    _, T, _, H = arrays.q.shape
+    rows = lambda x: kernel_inputs.pad(kernel_inputs.merged(x, 2), {1: T})
+    heads = lambda x: kernel_inputs.pad(kernel_inputs.merged(x, 3), {1: T, -1: H})
+    stat = rows(lse)
+    if shift is not None:
+        stat = (stat - kernel_inputs.pad(shift, {1: T})) + rows(values.rounding)
+    stat = jnp.swapaxes(jnp.where(stat == jnp.inf, NOTHING, stat), -1, -2)
+
+    made: dict[str, Any] = {}
+
+    def add(arrays, out, dout, names):
+        given = pallas.vary_alike((arrays, stat, out, dout))
+        found = zip(
+            ("query", "key", "value", "bias"), run_backward(call, *given, "bias" in wanted), strict=True
+        )
+        for name, x in found:
+            if name in names and x is not None:
+                made[name] = made.get(name, 0) + x.astype(lse.dtype)
+
+    # the call whose delta is that of the output, and one for the rest c of delta
+    has_rest = dlse is not None or residuals.result.wide_out is not None
+    if dout is not None or not has_rest:
+        add(arrays, heads(out), heads(values.dout), wanted)
+    if has_rest and (names := wanted & {"query", "key", "bias"}):
+        product = (values.dout.astype(lse.dtype) * out.astype(lse.dtype)).sum(-1)
+        add(*_rest_of_delta(arrays, rows(values.delta - product)), names)
+    # in the shapes of the operands, 0 where nothing looks
+    grads = _to_operands(operands, wanted, made, empty)
+    if "sink" in wanted:
+        grads["sink"] = values.dsink
+    return kernel_inputs.matched(operands, grads)
+
+
+def _rest_of_delta(arrays: Arrays, rest: jax.Array) -> tuple[Arrays, jax.Array, jax.Array]:
+    """Returns (arrays, out, dout) of the second call, for c `[B, T, N]`."""
+    # c in three numbers, each what rounding the ones before took: out = (c_1, c_2, c_3, 0, ...)
+    q, weights = arrays.q, WEIGHTS[str(arrays.q.dtype)]
+    out, dout = jnp.zeros_like(q, shape=(*rest.shape, q.shape[-1])), jnp.zeros_like(q)
+    for i, weight in enumerate(weights):
+        part = fusion.rounded(rest / weight, q.dtype)
+        rest = rest - weight * part.astype(rest.dtype)
+        out, dout = out.at[..., i].set(part), dout.at[..., i].set(weight)
+    return arrays._replace(v=jnp.zeros_like(arrays.v)), out, dout
+
+
+def _to_operands(
+    operands: Operands, wanted: frozenset[str], made: dict[str, Any], empty: Any
+) -> dict[str, Any]:
+    """Cuts gradients to the shapes of the operands, and sets them to 0 where nothing looks."""
+    # [..., T, N, H], [..., S, K, H], [..., S, K, Hv]: padding is cut off
+    (*batch, T, N, H), (S, K, Hv) = operands.query.shape, operands.value.shape[-3:]
+    _, seen = visibility.used_queries_and_keys(operands.mask, operands.bias, operands.sizes)
+    grads: dict[str, Any] = {}
+    for name, n, heads, h in (("query", T, N, H), ("key", S, K, H), ("value", S, K, Hv)):
+        if name not in wanted:
+            continue
+        if name not in made:  # the output has no cotangent
+            grads[name] = jnp.zeros((*batch, n, heads, h), operands.query.dtype)
+            continue
+        x = made[name][:, :n, :, :h].reshape(*batch, n, heads, h)
+        # rows that see nothing, and keys that nobody sees
+        if name == "query":
+            grads[name] = x if empty is None else jnp.where(empty[..., None], 0, x)
+        else:
+            grads[name] = x if seen is None else jnp.where(jnp.swapaxes(seen, -1, -2)[..., None], x, 0)
+    if "bias" in wanted:
+        grads["bias"] = kernel_inputs.bias_gradient(made["bias"][..., :T, :S], operands)
+    return grads

@@ -1,1 +1,1 @@
-"""Pallas kernels of the softmax, by chip: `hopper_*`, `tpu_*`, and the rules that all of them follow."""
+"""Pallas kernels of the softmax, by chip, and the rules that all of them follow."""

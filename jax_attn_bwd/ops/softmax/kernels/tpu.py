@@ -1,7 +1,8 @@
-"""Mosaic TPU kernel of the softmax's forward: one read of x, one write of y. And blocks of whole rows.
+"""Mosaic TPU kernels of the softmax: a block holds whole rows in vector memory.
 
-A block holds whole rows in vector memory. Logits are kept there between three passes over the columns: their
-maximum, the sum of exponentials, and the quotient.
+The forward reads x once and writes y once, the backward reads y and dy once and writes dx. Logits
+are kept there between three passes over the columns: their maximum, the sum of exponentials, and the
+quotient.
 """
 
 import math
@@ -20,7 +21,7 @@ from jax_attn_bwd._core.mosaic_tpu import LANES, ZERO
 from jax_attn_bwd._core.numerics import finite
 from jax_attn_bwd.ops.softmax.kernels import rules as kernel_rules
 from jax_attn_bwd.ops.softmax.plan import Plan
-from jax_attn_bwd.ops.softmax.spec import Operands, Options, Result
+from jax_attn_bwd.ops.softmax.spec import Operands, Options, Residuals, Result
 
 _DTYPES = ("float32", "bfloat16")
 _ELEMENTS = 2**19  # of a block: 2 MiB of float32, or one group of 8 rows if these are longer
@@ -183,3 +184,48 @@ def _kernel(options: Options, planes: tuple[str, ...], first_row, x_ref, *refs) 
     total = over(add, zero)
     inverse = jnp.where(total == 0.0, 0.0, 1.0 / total)
     over(write, None)
+
+
+# ---- backward: (4), (5) and (7) of `backward.py`; the gradient of a bias is XLA's, see `rules.gradients`
+
+
+def backward(plan: Plan, residuals: Residuals, dy: jax.Array) -> dict[str, jax.Array]:
+    """Computes the gradients of the operands in `residuals.wanted`, by name."""
+    return _backward(plan.options, pallas.is_interpreted(mosaic_tpu.NAME), residuals, dy)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _backward(options, interpret, residuals, dy):
+    return kernel_rules.gradients(
+        partial(_dx, options.scale, interpret), residuals, dy, mosaic_tpu.entry_by_entry
+    )
+
+
+def _dx(scale: float, interpret: bool, y: jax.Array, dy: jax.Array) -> jax.Array:
+    """Computes dx of one shard, whose rows are one axis."""
+    arrays = [as_rows(x) for x in (y, dy)]
+    body = partial(_dx_kernel, scale)
+    dx = run(body, "softmax_backward", arrays, scratch=False, interpret=interpret)
+    return dx.reshape(y.shape)
+
+
+def _dx_kernel(scale: float, _, y_ref, dy_ref, dx_ref) -> None:
+    """Computes dx of a group of rows."""
+
+    def load(columns):
+        y = y_ref[:, columns].astype(jnp.float32)
+        dy = dy_ref[:, columns].astype(jnp.float32)
+        return y, jnp.where(y == 0.0, 0.0, dy)  # what dy holds where y is 0 (masked) is not read
+
+    # two passes over the columns: the dot product of each row, and dx
+    def add(columns, dot):
+        y, dy = load(columns)
+        return dot + (y * dy).sum(axis=1, keepdims=True)
+
+    def write(columns, _):
+        y, dy = load(columns)
+        dx_ref[:, columns] = (scale * (y * (dy - dot))).astype(dx_ref.dtype)
+
+    over = partial(over_columns, y_ref.shape)
+    dot = over(add, jnp.zeros((y_ref.shape[0], 1), jnp.float32))  # (4)
+    over(write, None)  # (5), (7)

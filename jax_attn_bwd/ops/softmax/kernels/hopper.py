@@ -1,7 +1,9 @@
-"""Mosaic GPU kernel of the softmax's forward: one read of x, one write of y. And how kernels walk over rows.
+"""Mosaic GPU kernels of the softmax, and how they walk over rows.
 
-Online, at each place of a fragment: the maximum m of what came by there and l = sum exp(z - m). At the end of
-the row both are combined over all places:
+The forward reads x once and writes y once, the backward reads y and dy once and writes dx.
+
+Online, the forward has at each place of a fragment the maximum m of what came by there and
+l = sum exp(z - m). At the end of the row both are combined over all places:
 
     top = max m,   total = sum l exp(m - top),   y = exp(z - top) / total
 
@@ -45,11 +47,12 @@ from jax_attn_bwd._core.numerics import finite
 from jax_attn_bwd._core.pallas import out_type, vary_alike
 from jax_attn_bwd.ops.softmax.kernels import rules as kernel_rules
 from jax_attn_bwd.ops.softmax.plan import Plan
-from jax_attn_bwd.ops.softmax.spec import Operands, Options, Result
+from jax_attn_bwd.ops.softmax.spec import Operands, Options, Residuals, Result
 
 NARROW = 2048  # widest rows that one warp holds whole
 _SEGMENT = 128  # elements of a segment of a wide row
 _ELEMENTS = {True: 8192, False: 4096}  # of a tile; more if its exponentials stay in registers
+_ELEMENTS_BACKWARD = 4096  # of a tile: y and dy take 64 registers of a thread
 _DTYPES = ("float32", "bfloat16", "float16")
 _RESERVED = 4096  # bytes of shared memory for barriers, row values and the compiler
 
@@ -510,3 +513,47 @@ def _kernel(options: Options, width: int, where: dict[str, int], has_rows: bool,
         block.backwards(
             lambda k, last: (exponential(logits(k, i, last), top) * inverse for i in range(tiling.fragments))
         )
+
+
+# ---- backward: (4), (5) and (7) of `backward.py`; the gradient of a bias is XLA's, see `rules.gradients`
+
+
+def backward(plan: Plan, residuals: Residuals, dy: jax.Array) -> dict[str, jax.Array]:
+    """Computes the gradients of the operands in `residuals.wanted`, by name."""
+    return _backward(plan.options, pallas.is_interpreted(mosaic_gpu.NAME), residuals, dy)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _backward(options, interpret, residuals, dy):
+    return kernel_rules.gradients(partial(_dx, options.scale, interpret), residuals, dy)
+
+
+def _dx(scale: float, interpret: bool, y: jax.Array, dy: jax.Array) -> jax.Array:
+    """Computes dx of one shard: the rows of all axes are one axis, of padded width."""
+    count = y.size // y.shape[-1]
+    width = padded_width(y.shape[-1], y.dtype, count)
+    merged = collapse(y.shape[:-1], [])
+    tiling = Tiling.default_for(count, width, y.dtype, 2 * y.dtype.itemsize, _ELEMENTS_BACKWARD)
+    arrays = [view(x, merged) for x in (y, dy)]
+    body = partial(_dx_kernel, scale)
+    dx = run(body, "softmax_backward", arrays, tiling=tiling, interpret=interpret)
+    return dx.reshape(*y.shape[:-1], width)[..., : y.shape[-1]]
+
+
+def _dx_kernel(scale: float, block: RowBlock) -> None:
+    """Computes dx of the rows of a block."""
+    tiling = block.tiling
+
+    def fragments(k):
+        """Yields y and dy `[rows, columns]` of each fragment of the k-th tile."""
+        for i in range(tiling.fragments):
+            y = block.fragment(0, k, i).astype(jnp.float32)
+            dy = block.fragment(1, k, i).astype(jnp.float32)
+            yield y, jnp.where(y == 0, 0.0, dy)  # what dy holds where y is 0 (masked) is not read
+
+    def add(k, last, dot):
+        return functools.reduce(jnp.add, (y * dy for y, dy in fragments(k)), dot)
+
+    # forwards over the tiles of a row the dot product, backwards dx, from what is still there
+    dot = block.row_value("sum", block.forwards(add, block.full(0.0)))  # (4)
+    block.backwards(lambda k, last: (scale * (y * (dy - dot)) for y, dy in fragments(k)))  # (5), (7)
