@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec
 
 from jax_attn_bwd._core import checks, pallas, trees
 from jax_attn_bwd._core.jaxpr import elementwise, intervals
-from jax_attn_bwd._core.jaxpr.guard import guarded
+from jax_attn_bwd._core.jaxpr.walk import guarded
 from jax_attn_bwd._core.numerics import to_rank
 from jax_attn_bwd._core.sharding import reshard_like
 from jax_attn_bwd.ops.dot_product.mask import Mask
