@@ -42,11 +42,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_attn_bwd._core.numerics import accumulator_dtype, reduce_to, to_rank
-from jax_attn_bwd._core.sharding import match_type, vary_over, varying
-from jax_attn_bwd.ops.linear_attention import layout
-from jax_attn_bwd.ops.linear_attention.layout import Part, part, unit_gradient
-from jax_attn_bwd.ops.linear_attention.decays import SharedDecays, across_token
+from jax_attn_bwd.ops.linear_attention.spec import Residuals
+from jax_attn_bwd.ops.linear_attention.plan import Plan
+from jax_attn_bwd.ops.linear_attention.matrix import dot_of, row_sums, strictly_lower, transposed
 from jax_attn_bwd.ops.linear_attention.forward import (
     Inside,
     decayed,
@@ -57,9 +55,11 @@ from jax_attn_bwd.ops.linear_attention.forward import (
     states,
     zero_state,
 )
-from jax_attn_bwd.ops.linear_attention.matrix import dot_of, row_sums, strictly_lower, transposed
-from jax_attn_bwd.ops.linear_attention.plan import Plan
-from jax_attn_bwd.ops.linear_attention.spec import Residuals
+from jax_attn_bwd.ops.linear_attention.decays import SharedDecays, across_token
+from jax_attn_bwd.ops.linear_attention.layout import Part, part, unit_gradient
+from jax_attn_bwd.ops.linear_attention import layout
+from jax_attn_bwd._core.sharding import match_type, vary_over, varying
+from jax_attn_bwd._core.numerics import accumulator_dtype, reduce_to, to_rank
 
 
 @partial(jax.jit, static_argnums=(0, 2))
