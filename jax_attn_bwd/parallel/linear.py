@@ -25,26 +25,26 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_attn_bwd.parallel.arguments import axis_size
-from jax_attn_bwd.ops.linear_attention.tangent import tangent
+from jax_attn_bwd._core import backend, checks, pallas
+from jax_attn_bwd._core.numerics import accumulator_dtype, saturated
+from jax_attn_bwd._core.operation import Operation
+from jax_attn_bwd._core.sharding import match_type, tie, vary_over, varying
+from jax_attn_bwd._core.types import Array
+from jax_attn_bwd.ops import linear_attention
+from jax_attn_bwd.ops.linear_attention import arguments, layout
+from jax_attn_bwd.ops.linear_attention.api import IMPLEMENTATIONS
+from jax_attn_bwd.ops.linear_attention.forward import split_heads
+from jax_attn_bwd.ops.linear_attention.layout import unit
+from jax_attn_bwd.ops.linear_attention.matrix import dot_of, transposed
+from jax_attn_bwd.ops.linear_attention.plan import Plan, plan
 from jax_attn_bwd.ops.linear_attention.spec import (
     DIFFERENTIABLE,
     LinearAttentionKeywords,
     Operands,
     Residuals,
 )
-from jax_attn_bwd.ops.linear_attention.plan import Plan, plan
-from jax_attn_bwd.ops.linear_attention.matrix import dot_of, transposed
-from jax_attn_bwd.ops.linear_attention.forward import split_heads
-from jax_attn_bwd.ops.linear_attention.layout import unit
-from jax_attn_bwd.ops.linear_attention.api import IMPLEMENTATIONS
-from jax_attn_bwd.ops.linear_attention import arguments, layout
-from jax_attn_bwd.ops import linear_attention
-from jax_attn_bwd._core.types import Array
-from jax_attn_bwd._core.sharding import match_type, tie, vary_over, varying
-from jax_attn_bwd._core.operation import Operation
-from jax_attn_bwd._core.numerics import accumulator_dtype, saturated
-from jax_attn_bwd._core import backend, checks, pallas
+from jax_attn_bwd.ops.linear_attention.tangent import tangent
+from jax_attn_bwd.parallel.arguments import axis_size
 
 
 class CutKeywords(LinearAttentionKeywords, total=False):

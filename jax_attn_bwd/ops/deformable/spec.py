@@ -11,9 +11,9 @@ from typing import NamedTuple, TypedDict
 import jax
 import numpy as np
 
-from jax_attn_bwd._core.types import Array, Implementation, Normalize, PaddingMode, SamplingMethod
 from jax_attn_bwd._core.sharding import match_type
 from jax_attn_bwd._core.trees import exportable_tuple
+from jax_attn_bwd._core.types import Array, Implementation, Normalize, PaddingMode, SamplingMethod
 
 DIFFERENTIABLE = ("value", "sampling_locations", "attention_weights")
 

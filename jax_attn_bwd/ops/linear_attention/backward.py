@@ -42,9 +42,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_attn_bwd.ops.linear_attention.spec import Residuals
-from jax_attn_bwd.ops.linear_attention.plan import Plan
-from jax_attn_bwd.ops.linear_attention.matrix import dot_of, row_sums, strictly_lower, transposed
+from jax_attn_bwd._core.numerics import accumulator_dtype, reduce_to, to_rank
+from jax_attn_bwd._core.sharding import match_type, vary_over, varying
+from jax_attn_bwd.ops.linear_attention import layout
+from jax_attn_bwd.ops.linear_attention.decays import SharedDecays, across_token
 from jax_attn_bwd.ops.linear_attention.forward import (
     Inside,
     decayed,
@@ -55,11 +56,10 @@ from jax_attn_bwd.ops.linear_attention.forward import (
     states,
     zero_state,
 )
-from jax_attn_bwd.ops.linear_attention.decays import SharedDecays, across_token
 from jax_attn_bwd.ops.linear_attention.layout import Part, part, unit_gradient
-from jax_attn_bwd.ops.linear_attention import layout
-from jax_attn_bwd._core.sharding import match_type, vary_over, varying
-from jax_attn_bwd._core.numerics import accumulator_dtype, reduce_to, to_rank
+from jax_attn_bwd.ops.linear_attention.matrix import dot_of, row_sums, strictly_lower, transposed
+from jax_attn_bwd.ops.linear_attention.plan import Plan
+from jax_attn_bwd.ops.linear_attention.spec import Residuals
 
 
 @partial(jax.jit, static_argnums=(0, 2))

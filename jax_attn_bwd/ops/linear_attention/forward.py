@@ -27,14 +27,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_attn_bwd.ops.linear_attention.spec import Operands
-from jax_attn_bwd.ops.linear_attention.plan import Plan
-from jax_attn_bwd.ops.linear_attention.matrix import Dot, dot_of, solve, strictly_lower, transposed
+from jax_attn_bwd._core.numerics import accumulator_dtype
+from jax_attn_bwd._core.sharding import full_like_operands, tie, vary_over, varying
+from jax_attn_bwd.ops.linear_attention import layout
 from jax_attn_bwd.ops.linear_attention.decays import Scaled
 from jax_attn_bwd.ops.linear_attention.layout import Part, part
-from jax_attn_bwd.ops.linear_attention import layout
-from jax_attn_bwd._core.sharding import full_like_operands, tie, vary_over, varying
-from jax_attn_bwd._core.numerics import accumulator_dtype
+from jax_attn_bwd.ops.linear_attention.matrix import Dot, dot_of, solve, strictly_lower, transposed
+from jax_attn_bwd.ops.linear_attention.plan import Plan
+from jax_attn_bwd.ops.linear_attention.spec import Operands
 
 
 class Result(NamedTuple):

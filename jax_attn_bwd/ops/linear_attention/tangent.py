@@ -19,9 +19,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_attn_bwd.ops.linear_attention.spec import Operands
-from jax_attn_bwd.ops.linear_attention.plan import Plan
-from jax_attn_bwd.ops.linear_attention.matrix import dot_of, strictly_lower, transposed
+from jax_attn_bwd._core.numerics import accumulator_dtype
+from jax_attn_bwd.ops.linear_attention import layout
 from jax_attn_bwd.ops.linear_attention.forward import (
     Inside,
     first_state,
@@ -34,8 +33,9 @@ from jax_attn_bwd.ops.linear_attention.forward import (
     zero_state,
 )
 from jax_attn_bwd.ops.linear_attention.layout import TokenRows, part, unit_gradient
-from jax_attn_bwd.ops.linear_attention import layout
-from jax_attn_bwd._core.numerics import accumulator_dtype
+from jax_attn_bwd.ops.linear_attention.matrix import dot_of, strictly_lower, transposed
+from jax_attn_bwd.ops.linear_attention.plan import Plan
+from jax_attn_bwd.ops.linear_attention.spec import Operands
 
 
 @partial(jax.jit, static_argnums=0)
