@@ -29,6 +29,12 @@ WIDE_DERIVATIVES = Rule(
     "Terms cancel where keys or values have a mean: rounded, the error in bfloat16 was 3 times `jax.nn`'s.",
     "accuracy",
 )
+AXES_OF_ONE = Rule(
+    "sums_without_axes_of_one",
+    "one CPU, an axis of length 1 beside the summed one",
+    "Up to 50 times as slow otherwise.",
+    until="0.11",
+)
 ROUNDED_BY_KERNELS = Rule(
     "rounded_by_kernels",
     "GPU, strips, no precision asked for: a wide factor is rounded by the product that reads it",
@@ -40,7 +46,7 @@ NARROW_PRODUCTS = Rule(
     "a device that multiplies bfloat16; on a CPU heads of 64 or more, several rows: factors stay narrow",
     "A step takes 0.5 to 1 of the time (c5ed7f4).",
 )
-RULES = (NARROW_AS_A_CALL, WIDE_DERIVATIVES, ROUNDED_BY_KERNELS, NARROW_PRODUCTS)
+RULES = (NARROW_AS_A_CALL, WIDE_DERIVATIVES, AXES_OF_ONE, ROUNDED_BY_KERNELS, NARROW_PRODUCTS)
 _ROUNDED = {  # products whose kernels round wide factors as they read them; TF32 has the mantissa of float16
     "bfloat16": lax.DotAlgorithmPreset.BF16_BF16_F32,
     "float16": lax.DotAlgorithmPreset.TF32_TF32_F32,
@@ -116,6 +122,19 @@ def accumulated(subscripts: str, x: jax.Array, y: jax.Array, precision: Any = No
     if dtype != x.dtype and not NARROW_PRODUCTS.holds(targets.multiplies(x.dtype)):
         x, y = x.astype(dtype), y.astype(dtype)
     return einsum(subscripts, x, y, precision=precision, preferred_element_type=dtype)
+
+
+def sum_of_products(x: jax.Array, y: jax.Array, axis: int = -1, keepdims: bool = False) -> jax.Array:
+    """Returns the sums of `x * y`, two arrays of one rank, over an axis."""
+    axis %= x.ndim
+    lengths = enumerate(zip(x.shape, y.shape, strict=True))
+    ones = tuple(i for i, both in lengths if both == (1, 1) and i != axis)
+    is_slow = jax.__version_info__ < (0, 11) and bool(ones) and explicit_mesh((x, y)) is None
+    if not AXES_OF_ONE.holds(is_slow and targets.is_one_cpu()):
+        return (x * y).sum(axis, keepdims=keepdims)
+    found = (lax.squeeze(x, ones) * lax.squeeze(y, ones)).sum(axis - sum(i < axis for i in ones))
+    found = lax.expand_dims(found, sorted((*ones, axis)))
+    return found if keepdims else lax.squeeze(found, (axis,))
 
 
 def _axes(term: str, rank: int) -> list[str]:

@@ -15,6 +15,7 @@ from jax import lax
 
 from jax_attn_bwd._core import fusion
 from jax_attn_bwd._core.numerics import ceil_div, total
+from jax_attn_bwd._core.products import sum_of_products
 from jax_attn_bwd._core.sharding import full_like_operands
 from jax_attn_bwd.ops.deformable import sampling
 from jax_attn_bwd.ops.deformable.sampling import Corners, Pixels
@@ -55,7 +56,7 @@ def by_name(
     if da is not None:
         if options.normalize == "softmax":
             a = sampling.probabilities(operands.attention_weights.astype(da.dtype))
-            da = a * (da - (a * da).sum(-1, keepdims=True))  # (9)
+            da = a * (da - sum_of_products(a, da, keepdims=True))  # (9)
         grads["attention_weights"] = da
     return grads
 

@@ -21,6 +21,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from jax_attn_bwd._core.products import sum_of_products
 from jax_attn_bwd.ops.deformable import forward, sampling
 from jax_attn_bwd.ops.deformable.plan import Plan, with_all_pixels
 from jax_attn_bwd.ops.deformable.sampling import Pixels
@@ -66,7 +67,7 @@ def _of_points(options: Options, operands: Operands, tangents: Operands) -> tupl
         da = tangents.attention_weights.astype(logits.dtype)
         if options.normalize == "softmax":
             a, dz = sampling.probabilities(logits), jnp.where(logits == -jnp.inf, 0, da)
-            da = a * (dz - (a * dz).sum(-1, keepdims=True))  # (15)
+            da = a * (dz - sum_of_products(a, dz, keepdims=True))  # (15)
     return dx, dy, da
 
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_attn_bwd._core.numerics import finite, reduce_to, to_rank, total
+from jax_attn_bwd._core.products import sum_of_products
 from jax_attn_bwd.ops.dot_product import layout, visibility
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options, Result
 
@@ -79,7 +80,7 @@ def delta(
     dout = dout.astype(lse.dtype)
     if not visibility.every_query_sees(options, operands):
         dout = jnp.where(sees_nothing(operands, result)[..., None], 0, dout)
-    found = (dout * result.widest_out()).sum(-1)
+    found = sum_of_products(dout, result.widest_out())
     return found if dlse is None else found - finite_rows(options, operands, lse, dlse)
 
 

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_attn_bwd._core.numerics import accumulator_dtype, finite
+from jax_attn_bwd._core.products import sum_of_products
 from jax_attn_bwd._core.sharding import full_like_operands, match_type, reshard_like, tie, unsharded
 from jax_attn_bwd.ops.graph import loops
 from jax_attn_bwd.ops.graph.loops import (
@@ -145,7 +146,7 @@ def destination_rows(
         dout = reshard_like(dout, out, (0, 1, 2))
 
     # delta (5), [num_dst, H]
-    delta = (dout.astype(dtype) * out).sum(-1) if has_products else jnp.zeros_like(m)
+    delta = sum_of_products(dout.astype(dtype), out) if has_products else jnp.zeros_like(m)
     if cotangents.weights is not None and has_products:
         weights = (weights if wide_weights is None else wide_weights).astype(dtype)
         like = unsharded(delta, 0)

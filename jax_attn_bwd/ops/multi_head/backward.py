@@ -41,7 +41,7 @@ import jax.numpy as jnp
 
 from jax_attn_bwd._core import trees
 from jax_attn_bwd._core.numerics import accumulator_dtype, reduce_to, to_rank
-from jax_attn_bwd._core.products import accumulated
+from jax_attn_bwd._core.products import accumulated, sum_of_products
 from jax_attn_bwd._core.rotary import rotate
 from jax_attn_bwd._core.sharding import match_type, reshard_like
 from jax_attn_bwd.ops.dot_product import blockwise
@@ -143,7 +143,7 @@ def _undo_output(options, through, residuals, inner, live, dout, dweights):
     if dweights is not None:
         more = _cotangents_of_weights(options, inner, plane, rows, dweights.astype(dtype))
         dp = _Columns(*map(_add, dp, more))
-    delta = (dz * a).sum(-1, keepdims=True) if plane is None else _row_sums(p, dp)
+    delta = sum_of_products(dz, a, keepdims=True) if plane is None else _row_sums(p, dp)
 
     # (11), (10)
     shares = Shares()
@@ -193,8 +193,8 @@ def _cotangents_of_weights(options, inner, plane, rows, dweights) -> _Columns:
 
 def _row_sums(p: _Columns, dp: _Columns) -> jax.Array:
     """Returns sum_s P_ts dP_ts over keys and appended rows, `[..., K, G, T, 1]`."""
-    total = (p.keys * dp.keys).sum(-1, keepdims=True)
-    return total if p.rows is None else total + (p.rows * dp.rows).sum(-1, keepdims=True)
+    total = sum_of_products(p.keys, dp.keys, keepdims=True)
+    return total if p.rows is None else total + sum_of_products(p.rows, dp.rows, keepdims=True)
 
 
 @partial(jax.jit, static_argnums=(0, 1))

@@ -34,6 +34,7 @@ import jax.numpy as jnp
 
 from jax_attn_bwd._core import fusion
 from jax_attn_bwd._core.numerics import accumulator_dtype, reduce_to
+from jax_attn_bwd._core.products import sum_of_products
 from jax_attn_bwd._core.sharding import match_type
 from jax_attn_bwd.ops.softmax.plan import Plan
 from jax_attn_bwd.ops.softmax.spec import Residuals
@@ -63,7 +64,7 @@ def backward(plan: Plan, residuals: Residuals, dy: jax.Array) -> dict[str, jax.A
         seen = jnp.where(y == 0, 0, x.astype(dtype))
         shape = types["scale"].shape
         if shape[options.axis] == 1:
-            center = (y.astype(dtype) * seen).sum(options.axis, keepdims=True)
+            center = sum_of_products(y.astype(dtype), seen, options.axis, keepdims=True)
             grads["scale"] = reduce_to(dz * (seen - center), shape)  # (9)
             if sink_prob is not None:
                 grads["scale"] += reduce_to(center * sink_prob * dot, shape)
@@ -81,5 +82,5 @@ def _dz(y: jax.Array, dy: jax.Array, axis: int, hidden: bool) -> tuple[jax.Array
     if hidden:  # before the casts, which then need no array of their own
         dy = jnp.where(y == 0, 0, dy)
     y, dy = y.astype(dtype), dy.astype(dtype)
-    dot = (y * dy).sum(axis, keepdims=True)  # (4)
+    dot = sum_of_products(y, dy, axis, keepdims=True)  # (4)
     return y * (dy - dot), dot  # (5)

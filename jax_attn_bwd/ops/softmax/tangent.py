@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_attn_bwd._core.numerics import accumulator_dtype
+from jax_attn_bwd._core.products import sum_of_products
 from jax_attn_bwd.ops.softmax.spec import Operands, Options, Residuals
 
 
@@ -52,13 +53,13 @@ def tangent(options: Options, residuals: Residuals, tangents: Operands) -> jax.A
         assert residuals.x is not None  # saved where the scale has a tangent
         x, dscale = read(residuals.x), tangents.scale.astype(dtype)
         if dscale.shape[axis] == 1:
-            center = (y * x).sum(axis, keepdims=True)
+            center = sum_of_products(y, x, axis, keepdims=True)
             x, shift = jnp.where(seen, x - center, 0), -dscale * center
             dsink = shift if dsink is None else dsink + shift  # (4)
         dz += dscale * x  # (1)
 
     # (2), (3)
-    dot = (y * dz).sum(axis, keepdims=True)
+    dot = sum_of_products(y, dz, axis, keepdims=True)
     if dsink is not None and residuals.sink_prob is not None:
         dot += residuals.sink_prob * dsink  # (2)
     return (y * (dz - dot)).astype(residuals.y.dtype)  # (3)

@@ -16,7 +16,7 @@ from jax import lax
 
 from jax_attn_bwd._core import trees
 from jax_attn_bwd._core.numerics import fast_two_sum, finite, moved, reduce_to, rounding_of, to_rank
-from jax_attn_bwd._core.products import einsum
+from jax_attn_bwd._core.products import einsum, sum_of_products
 from jax_attn_bwd.ops.dot_product import layout, mod_functions, row_terms, visibility
 from jax_attn_bwd.ops.dot_product.block import Block, dropout_factors
 from jax_attn_bwd.ops.dot_product.clean_operands import places, unpoisoned, with_whole_keys
@@ -190,7 +190,7 @@ def _of_reached_keys(
         if names <= {"value"}:
             return gradients(whole, names, p, dout, None, None)
         dp: Any = whole.through_values(dout)
-        delta = (p * dp).sum(-1)  # (7)
+        delta = sum_of_products(p, dp)  # (7)
         delta = delta if dlse is None else delta - dlse
         grads = gradients(whole, names, p, dout, dp, delta[..., None])
     else:

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_attn_bwd._core.numerics import accumulator_dtype, to_rank, total
+from jax_attn_bwd._core.products import sum_of_products
 from jax_attn_bwd._core.sharding import reshard_like
 from jax_attn_bwd.ops.graph import placement
 from jax_attn_bwd.ops.graph.kinds.kind import Edges, Kind, Sums, activate, heads_of, merge_heads, slope
@@ -151,7 +152,7 @@ def _share(x: jax.Array, a: jax.Array, used: jax.Array) -> jax.Array:
     No one reads the result of rows that are not `used`, but the derivative by `a` sums over them too.
     """
     dtype = accumulator_dtype(x.dtype)
-    return (x.astype(dtype) * a.astype(dtype)[None]).sum(-1)
+    return sum_of_products(x.astype(dtype), a.astype(dtype)[None])
 
 
 @_share.defjvp
