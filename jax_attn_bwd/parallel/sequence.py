@@ -288,8 +288,7 @@ def _backward(static, saved, wanted, cotangents):
         grads["sink"] = blockwise.gradient_of_sink(alike.sink, result, delta)  # (7) of `ring.py`
     # each gradient has the type of its operand
     matched = {
-        name: jax.tree.map(match_type, x, trees.floats(getattr(operands, name)))
-        for name, x in grads.items()
+        name: jax.tree.map(match_type, x, trees.floats(getattr(operands, name))) for name, x in grads.items()
     }
     return as_cotangents(operands, matched)
 

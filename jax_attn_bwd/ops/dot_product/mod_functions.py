@@ -153,9 +153,7 @@ def pulled_back_apart(
 
     def out_specs(spec, dlogits, of_args, *tile):
         lead = [spec[axis] for axis in axes]
-        specs = jax.tree.map(
-            lambda x: PartitionSpec(*lead, *(None for _ in x.shape)), trees.floats(args)
-        )
+        specs = jax.tree.map(lambda x: PartitionSpec(*lead, *(None for _ in x.shape)), trees.floats(args))
         return spec, specs
 
     places = (reshard_like(x, logits, range(logits.ndim)) for x in tile if x is not None)
