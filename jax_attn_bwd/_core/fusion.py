@@ -20,8 +20,9 @@ from jax_attn_bwd._core.sharding import explicit_spec
 
 COMPUTED_ONCE = Rule(
     "computed_once",
-    "CPU, one device where it may be gathered: what a rule reads twice stands behind a barrier",
-    "What makes an operand is computed once, not for each loop that reads it: a sine in front 2 to 10 times.",
+    "CPU, one device where it may be gathered: rows read by index, biases and lengths stand behind a barrier",
+    "What makes a row is not computed for each that reads it: a sine in front of GAT costs 1.45 of the step, "
+    "of GATv2 1.27, a layer norm in front of deformable attention 1.22; without a producer nothing changes.",
 )
 BARRIER_AS_A_CALL = Rule(
     "barrier_as_a_call",

@@ -1,4 +1,4 @@
-"""What makes the operands of an operator is computed once, for its forward and its backward."""
+"""What makes the rows that an operator reads by index is computed once, for forward and backward."""
 
 import math
 import re
@@ -46,11 +46,9 @@ def barriers(one_device):
     [
         ("graph", lambda loss, _: loss),
         ("graph", jax.grad),
-        pytest.param("dense", jax.grad, marks=pytest.mark.thorough),
-        pytest.param("layer", jax.grad, marks=pytest.mark.thorough),
         pytest.param("deformable", jax.grad, marks=pytest.mark.thorough),
     ],
-    ids=["graph, forward", "graph", "dense", "layer", "deformable"],
+    ids=["graph, forward", "graph", "deformable"],
 )
 @pytest.mark.usefixtures("barriers")
 def test_what_makes_the_operands_is_computed_once(operator, transform):
@@ -75,7 +73,7 @@ def test_a_compiled_forward_saves_its_operands_and_no_copies(operator):
 
 @pytest.mark.thorough
 @pytest.mark.usefixtures("barriers")
-@pytest.mark.parametrize("operator", ["dense", "graph"])
+@pytest.mark.parametrize("operator", ["graph"])
 def test_barriers_change_no_derivative(operator, monkeypatch):
     """Mapped over, rematerialized, and differentiated twice."""
     function, shapes = CALLS[operator]

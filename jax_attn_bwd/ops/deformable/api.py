@@ -211,16 +211,16 @@ def _planned(operator: str, implementation: str | None, options: Options, operan
 
 
 def _primal(plan: Plan, operands: Operands) -> jax.Array:
-    return backend.named(IMPLEMENTATIONS, plan.implementation).forward(plan.of_a_forward, operands)
+    return backend.named(IMPLEMENTATIONS, plan.implementation).forward(plan, operands)
 
 
 def _forward(plan, operands, wanted):
-    given = fusion.computed_once(operands, plan.read_twice)
+    given = fusion.computed_once(operands, DIFFERENTIABLE)
     return backend.named(IMPLEMENTATIONS, plan.implementation).forward(plan, given), operands
 
 
 def _backward(plan, operands, wanted, dout):
-    residuals = Residuals(fusion.computed_once(operands, plan.read_twice), Wanted(wanted))
+    residuals = Residuals(fusion.computed_once(operands, DIFFERENTIABLE), Wanted(wanted))
     dout = fusion.kept_whole(dout, may_be_gathered=True)
     grads = backend.named(IMPLEMENTATIONS, plan.implementation).backward(plan, residuals, dout)
     return Operands(*grads)

@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 
 from jax_attn_bwd._core import fusion, split
@@ -43,25 +42,8 @@ def over_queries(
 
 def _of_queries(plan: Plan, operands: Operands) -> jax.Array:
     """Returns the output of some queries."""
-    if plan.loops.output == "row for each corner":
-        return _of_few_pixels(plan, operands)
     terms = lambda at, weight: [(operands.value, sampling.scales(at, weight))]
     out = sum_over_points(plan, operands, terms, operands)
-    return tie(out, operands)
-
-
-def _of_few_pixels(plan: Plan, operands: Operands) -> jax.Array:
-    """Returns the output from a row for each corner, which is made where it is read of the value.
-
-    What makes the value, a mask or an activation, XLA:CPU then computes for these rows alone; a loop over the
-    points would have it computed whole before.
-    """
-    (B, Q, M, _), D = operands.attention_weights.shape, operands.value.shape[3]
-    corners = sampling.corners(plan.options, operands)
-    scales = fusion.barrier(jnp.stack(sampling.scales(corners.at, corners.weight)))
-    rows, inside = sampling.read_corners(operands.value, corners, scales.dtype)
-    terms = fusion.barrier(jnp.where(inside[..., None], scales[..., None] * rows, 0))
-    out = terms.sum((0, 1)).reshape(B, Q, M * D).astype(operands.value.dtype)
     return tie(out, operands)
 
 

@@ -10,8 +10,7 @@ points' gradients are those of the whole, and the gradient of the value, equatio
 sum over the pieces: it is taken once, after the loop over the points. `_core/split.py` runs the pieces.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -21,7 +20,7 @@ from jax_attn_bwd._core.choices import Rule, Way
 from jax_attn_bwd._core.sharding import explicit_spec, gathered, unsharded
 from jax_attn_bwd._core.split import Pieces
 from jax_attn_bwd.ops.deformable import sampling
-from jax_attn_bwd.ops.deformable.spec import DIFFERENTIABLE, Operands, Options
+from jax_attn_bwd.ops.deformable.spec import Operands, Options
 
 WAYS = (
     Way("point by point", "forward.py, value_gradient.py, point_gradients.py", "everywhere else"),
@@ -41,8 +40,8 @@ WAYS = (
     ),
     Way(
         "row for each corner",
-        "forward.py, value_gradient.py, point_gradients.py",
-        "one CPU, few samples: the gradients; few of the pixels read: a step's output, too",
+        "value_gradient.py, point_gradients.py",
+        "one CPU, few samples: the gradients",
         "most steps of 20 to 900 queries take 0.65 to 0.95 of their time",
         "ad795cd",
     ),
@@ -85,18 +84,13 @@ CORNERS = Rule(
     "one CPU, rows of all corners in 4 MiB, not by channel",
     "0.65 to 0.95 of the time of a step of 20 to 900 queries.",
 )
-FEW_PIXELS = Rule(
-    "deformable_few_pixels",
-    "as before, and four times as many pixels as corners",
-    "What makes the value is computed where it is read: 0.55 to 0.6 of a step of 100 queries behind a sine.",
-)
 BY_PIXEL = Rule(
     "deformable_by_pixel",
     "rows of corners, one entry, whose value caches do not hold",
     "Sums lie in the axes of the value: XLA:CPU copies them under vmap else, 17 to 21 ms instead of 5 to 8.",
     "memory",
 )
-RULES = (AT_ONCE, ALL_CORES, BY_CHANNEL, PAIRS, CORNERS, FEW_PIXELS, BY_PIXEL)
+RULES = (AT_ONCE, ALL_CORES, BY_CHANNEL, PAIRS, CORNERS, BY_PIXEL)
 
 # the axis Q that pieces cut
 QUERY_AXES: dict[str, Any] = {"value": None, "sampling_locations": 1, "attention_weights": 1}
@@ -105,7 +99,6 @@ _MANY_ROWS = 1 << 13  # rows of one query and head; from here on a second core h
 _MANY_QUERIES = 256  # from here on pairs of pixels are faster
 _BLOCK_BYTES = 1 << 17  # bytes of pairs that a core's cache holds; XLA leaves them to one core
 _CORNER_NUMBERS = 1 << 20  # numbers in the rows of all corners: 4 MiB, which caches hold
-_PIXELS_PER_CORNER = 4  # from here on most pixels are read by no one
 _INDICES = 1 << 29  # numbers that int32 can index: padding makes up to three times as many
 
 Name = Literal[
@@ -144,19 +137,6 @@ class Plan:
     implementation: str
     loops: Loops
     pieces: Pieces | None = None
-
-    @property
-    def of_a_forward(self) -> "Plan":
-        """The plan of a forward that no backward follows."""
-        if self.loops.output != "row for each corner":
-            return self
-        return replace(self, loops=self.loops._replace(output="point by point"))
-
-    @property
-    def read_twice(self) -> Sequence[str]:
-        """The operands that are computed once for both rules; not a value of which both read little."""
-        reads_little = self.loops.output == "row for each corner"
-        return [name for name in DIFFERENTIABLE if name != "value" or not reads_little]
 
     @property
     def way(self) -> str:
@@ -207,8 +187,6 @@ def fastest_loops(options: Options, operands: Operands, pieces: Pieces | None = 
         loops = loops._replace(dpoints="by channel")
     elif CORNERS.holds(0 < corners * D <= _CORNER_NUMBERS):
         loops = loops._replace(dpoints="row for each corner")
-        if FEW_PIXELS.holds(_PIXELS_PER_CORNER * corners <= B * S * M):
-            loops = loops._replace(output="row for each corner")
         if not in_pairs:
             by_pixel = BY_PIXEL.holds(B == 1 and operands.value.size > _CORNER_NUMBERS)
             loops = loops._replace(dvalue="row for each corner", by_pixel=by_pixel)

@@ -5,7 +5,7 @@ from typing import Any, Literal, Unpack, overload
 
 import jax
 
-from jax_attn_bwd._core import checks, fusion, head_scale, trees
+from jax_attn_bwd._core import checks, head_scale, trees
 from jax_attn_bwd._core.numerics import accumulator_dtype
 from jax_attn_bwd._core.operation import Operation
 from jax_attn_bwd._core.sharding import reshard_like
@@ -276,14 +276,6 @@ def dot_product_attention_bwd(
     return grads._replace(mod_args=trees.in_dtypes_of(tuple(given["mod_args"]), grads.mod_args))
 
 
-_READ_TWICE = ("query", "key", "value")  # in the forward and in the backward
-
-
-def _computed_once(plan: Plan, operands: Operands) -> Operands:
-    """Puts what is read twice behind barriers; of one row a single copy is, which all products read."""
-    return operands if plan.vector_last else fusion.computed_once(operands, _READ_TWICE)
-
-
 def _primal(plan: Plan, operands: Operands) -> tuple[jax.Array, jax.Array]:
     result = blockwise.implementation(plan).forward(plan, operands)
     return result.out, result.lse
@@ -291,14 +283,13 @@ def _primal(plan: Plan, operands: Operands) -> tuple[jax.Array, jax.Array]:
 
 def _forward(plan, operands, wanted):
     forward = blockwise.implementation(plan).forward
-    result = forward(blockwise.differentiated(plan, wanted), _computed_once(plan, operands))
+    result = forward(blockwise.differentiated(plan, wanted), operands)
     kept = blockwise.pack_residuals(plan, result, wanted)
     return (kept.out, kept.lse), (operands, kept)
 
 
 def _backward(plan, saved, wanted, cotangents):
     operands, result = saved
-    operands = _computed_once(plan, operands)
     residuals = Residuals(operands, blockwise.unpack_residuals(result), Wanted(wanted, alone=True))
     grads = blockwise.implementation(plan).backward(plan, residuals, *cotangents)
     return as_cotangents(operands, grads._asdict())

@@ -65,7 +65,7 @@ def backward(plan: Plan, residuals: Residuals, cotangents: Cotangents) -> dict[s
         result, cotangents = all_gathered((residuals.result, cotangents))
         residuals = Residuals(placement.gathered_operands(given), result, residuals.wanted)
     operands, wanted = residuals.operands, residuals.wanted.names
-    t = plan.tables(operands)
+    t = plan.kind.tables(operands)
 
     # the sums over the edges: a pass by source and, where it is needed, one by destination
     passes = _SumsByPass.of(plan, plan.kind.needs(t, wanted))

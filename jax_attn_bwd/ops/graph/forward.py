@@ -41,7 +41,7 @@ def forward(plan: Plan, operands: Operands) -> Result:
     # the edges as the passes walk over them, and the tables that they read
     options, graph = plan.options, plan.edges_of(operands)
     operands = placement.gathered_operands(operands) if plan.on_every_device else operands
-    read = plan.tables(operands), split_heads(operands.dst, options.num_heads)
+    read = plan.kind.tables(operands), split_heads(operands.dst, options.num_heads)
 
     sums_of_edges = _sums_over_pieces if plan.pieces else _sums
     out, m, l, weights = sums_of_edges(plan, graph, read)  # [num_dst, H, D], [num_dst, H] twice

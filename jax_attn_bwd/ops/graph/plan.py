@@ -6,13 +6,12 @@ operators over edges; `grouping` decides for a graph that is built.
 
 import math
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jax_attn_bwd._core import fusion, targets
+from jax_attn_bwd._core import targets
 from jax_attn_bwd._core.choices import Rule, Way
 from jax_attn_bwd._core.numerics import accumulator_dtype, ceil_div
 from jax_attn_bwd._core.sharding import auto_devices, explicit_spec
@@ -73,21 +72,14 @@ READS_TWICE = Rule(
     "The backward reads rows again behind its scores: XLA:GPU would keep slopes by edge and feature.",
     "memory",
 )
-SHARES_KEPT = Rule(
-    "graph_shares_kept",
-    "a CPU, GAT, eight edges for each node or more",
-    "A node's share of the scores is computed once; XLA:CPU would sum its products for each edge that reads "
-    "it: 13 nodes of degree 68 take 0.5 to 0.7 of the time.",
-)
 IN_TURN = Rule(
     "graph_in_turn",
     "one CPU, batch axes",
     "Entries of a batch are computed one after the other, in half the time.",
 )
-RULES = (IN_ORDER, LOOPS, RUNS, ONE_PASS, FIRST_GROUPS, READS_TWICE, SHARES_KEPT, IN_TURN)
+RULES = (IN_ORDER, LOOPS, RUNS, ONE_PASS, FIRST_GROUPS, READS_TWICE, IN_TURN)
 
 _SYMBOLIC_ELEMENTS = 64  # assumed of an edge where the size is symbolic
-_EDGES_PER_NODE = 8  # from here on to sum a node's products again costs more than one more pass
 
 
 def adds_in_order() -> bool:
@@ -239,7 +231,6 @@ class Plan:
       one_pass: whether the backward sums for sources and destinations in one pass: in that order, or where
         a scatter adds in order, and no destination has so many edges that their sum is taken in runs.
       reads_twice: whether the backward reads rows once more behind the gradients of the scores.
-      shares_kept: whether what a node gives to the scores is computed once, for all edges that read it.
     """
 
     options: Options
@@ -254,7 +245,6 @@ class Plan:
     like_forward: bool
     one_pass: bool
     reads_twice: bool
-    shares_kept: bool
 
     @classmethod
     def of(
@@ -280,10 +270,6 @@ class Plan:
         single = graph.by_destination.other.shape[1] == graph.by_source.other.shape[1] == 1
         at_once = single and chunks.all_at_once and pieces is None
         one_pass = ONE_PASS.holds(in_order and (at_once or graph.run_owners is None))
-
-        # how many edges read a node
-        edges, nodes = graph.capacity, graph.num_src + graph.num_dst
-        dense = kind.scores_of_numbers and isinstance(edges, int) and edges >= _EDGES_PER_NODE * nodes
         return cls(
             options=options,
             implementation=implementation,
@@ -297,7 +283,6 @@ class Plan:
             like_forward=one_pass and at_once,
             one_pass=one_pass,
             reads_twice=READS_TWICE.holds(kind.reads_twice and not in_order),
-            shares_kept=SHARES_KEPT.holds(in_order and dense),
         )
 
     @property
@@ -326,14 +311,6 @@ class Plan:
         Not where devices share the edges: it would be one more exchange.
         """
         return self.like_forward and not self.tied
-
-    def tables(self, operands: Operands) -> Tables:
-        """Returns the tables of a call."""
-        t = self.kind.tables(operands)
-        if not self.shares_kept:
-            return t
-        kept = partial(fusion.kept_whole, may_be_gathered=True)
-        return t._replace(src=kept(t.src), dst=kept(t.dst))
 
     def edges_of(self, operands: Operands) -> Any:
         """Returns the graph as the passes walk over it."""

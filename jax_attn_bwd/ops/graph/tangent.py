@@ -50,7 +50,7 @@ def tangent(plan: Plan, operands: Operands, result: Result, tangents: Operands) 
         result = all_gathered(result)
     assert result.m is not None is not result.l  # the forward left them
     options = plan.options
-    t, out = plan.tables(operands), result.out if result.wide_out is None else result.wide_out
+    t, out = plan.kind.tables(operands), result.out if result.wide_out is None else result.wide_out
     out = split_heads(out.astype(result.m.dtype), options.num_heads)
     saved = _saved(plan.kind, t, operands, result, tangents)
 

@@ -6,7 +6,7 @@ from typing import Any, Literal, Unpack, overload
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_attn_bwd._core import backend, checks, fusion
+from jax_attn_bwd._core import backend, checks
 from jax_attn_bwd._core.operation import Operation
 from jax_attn_bwd._core.sharding import reshard_like
 from jax_attn_bwd._core.types import Array, Implementation, Integers
@@ -301,7 +301,6 @@ def gated_linear_attention_bwd(
 
 PORTABLE = backend.Implementation("xla", portable_forward.forward, portable_backward.backward)
 IMPLEMENTATIONS = (PORTABLE,)
-_READ_TWICE = ("query", "key", "value", "log_decay", "beta")  # in the forward and in the backward
 
 
 def _gradients(
@@ -345,13 +344,12 @@ def _primal(plan: Plan, operands: Operands) -> tuple[jax.Array, jax.Array]:
 
 def _forward(plan, operands, wanted):
     forward = backend.named(IMPLEMENTATIONS, plan.implementation).forward
-    result = forward(plan, fusion.computed_once(operands, _READ_TWICE))
+    result = forward(plan, operands)
     out, final = (checkpoint_name(x, "attention_out") for x in (result.out, result.final_state))
     return (out, final), Residuals(operands, checkpoint_name(result.states, "attention_states"))
 
 
 def _backward(plan, saved, wanted, cotangents):
-    saved = saved._replace(operands=fusion.computed_once(saved.operands, _READ_TWICE))
     backward = backend.named(IMPLEMENTATIONS, plan.implementation).backward
     grads = backward(plan, saved, wanted, *cotangents)
     return Operands(*(grads.get(name) for name in Operands._fields))

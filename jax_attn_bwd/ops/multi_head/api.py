@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeAlias, Unpack, overload
 
 import jax
 
-from jax_attn_bwd._core import checks, fusion, trees
+from jax_attn_bwd._core import checks, trees
 from jax_attn_bwd._core.operation import Operation
 from jax_attn_bwd._core.rotary import Rotary
 from jax_attn_bwd._core.types import Array, Implementation, Integers, Pair, Save, Scale
@@ -23,7 +23,6 @@ from jax_attn_bwd.ops.multi_head.plan import plan as planned
 from jax_attn_bwd.ops.multi_head.spec import (
     ARRAYS,
     DIFFERENTIABLE,
-    INPUTS,
     PARAMS,
     MultiHeadAttentionGrads,
     MultiHeadAttentionKeywords,
@@ -323,7 +322,6 @@ IMPLEMENTATIONS = tuple(
     replace(attention, forward=layer_forward.forward, backward=layer_backward.backward)
     for attention in blockwise.IMPLEMENTATIONS
 )
-_READ_TWICE = (*PARAMS, *INPUTS)  # in the forward and in the backward
 
 
 def _primal(plan: Plan, operands: Operands) -> tuple[Any, Any, Any]:
@@ -338,8 +336,7 @@ def _outputs(options: Options, result: Result) -> tuple[Any, Any, Any]:
 def _forward(plan, operands, wanted):
     # a kernel keeps what rounding takes, where these gradients need it
     attention = blockwise.differentiated(plan.attention, wanted)
-    given = fusion.computed_once(operands, _READ_TWICE)
-    result = layer_forward.forward(replace(plan, attention=attention), given)
+    result = layer_forward.forward(replace(plan, attention=attention), operands)
     kept = blockwise.pack_residuals(attention, result.residual.attention(), wanted)
     saved = operands, result.residual._replace(**kept._asdict())
     return _outputs(plan.options, result), saved
@@ -353,7 +350,6 @@ def _backward(plan, saved, wanted, cotangents):
             "differentiate out and weights"
         )
     operands, residual = saved
-    operands = fusion.computed_once(operands, _READ_TWICE)
     residuals = Residuals(operands, _restored(residual), Wanted(wanted))
     return as_cotangents(operands, layer_backward.backward(plan, residuals, dout, dweights))
 
