@@ -53,8 +53,7 @@ class Rule:
     until: str = ""
 
     def __post_init__(self) -> None:
-        assert self.name not in _known, f"two rules are called {self.name}"
-        _known[self.name] = self
+        _known[self.name] = self  # a module that is loaded again replaces its own
 
     def holds(self, condition: Any = True) -> bool:
         """Tells whether `condition` is true and the rule is not switched off, and notes that it held."""
