@@ -65,6 +65,7 @@ def worth(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
 
 
 def _measured(race: Race, drawn: program.Program) -> list[Row]:
+    """Measures ours with all rules, and without each that changes it; nothing where it is short."""
     numbers = program.numbers(drawn)
     args = numbers.dout, numbers.own_data, numbers.arrays
 
@@ -88,7 +89,7 @@ def _measured(race: Race, drawn: program.Program) -> list[Row]:
     ours = contender(OURS)
     alone = Workload(drawn.name, [ours])
     if not changing or (measure(alone, 3)[0].milliseconds or 0) < LEAST * 1e3:
-        return [Row(drawn.name, OURS)]
+        return []
 
     # in turns with all that it is compared with
     contenders = [ours]
