@@ -6,9 +6,10 @@
 #
 # Seen with jax 0.12.0.1 on a CPU (16 rows a member, W of 512 x 512 in float32, 1 MiB): no. Without a rule the program has
 # no array of all members' gradients. With the rule it holds all 64 of them, 64 MiB, and adds them up in a second pass.
-# jax.vmap maps the backward, so each member gives a W-sized gradient of its own, and JAX sums behind the rule; the algebraic
-# simplifier of XLA does not merge a sum over a batch axis of a dot into the dot. The rule itself cannot give the sum: it
-# does not see whether it is mapped inside or outside the derivative.
+# jax.vmap maps the backward, so each member gives a W-sized gradient of its own, and JAX sums behind the rule; XLA does not
+# merge that sum into the product. The rule itself cannot give the sum: it does not see whether it is mapped inside or
+# outside the derivative.
+# Needs Python 3.12 or newer: python3, or what PYTHON names.
 set -euo pipefail
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
