@@ -59,7 +59,7 @@ WAYS = (
 FEW_KEYS = Rule(
     "few_keys",
     "CPU, up to 4 keys for each channel of a head: a whole plane up to 8 M logits of a slice",
-    "A row of logits is not much longer than its query: tiles of it save nothing.",
+    "A row of logits is not much longer than its query: by tiles B1 T777 S512 N8 H128 takes 1.19 of it.",
 )
 BATCH_SLICES = Rule(
     "batch_slices",

@@ -39,7 +39,8 @@ IN_ORDER = Rule(
     "graph_in_order",
     "a CPU",
     "A scatter adds one row after the other, and takes less time than a group's empty places: edges are "
-    "single. Elsewhere rows come in any order, and groups of up to 16 edges are summed in a fixed one.",
+    "single: by groups 20 drawn steps took 1.75 to 22 times as long, 4.8 in the median. Elsewhere rows come "
+    "in any order, and groups of up to 16 edges are summed in a fixed one.",
 )
 LOOPS = Rule(
     "graph_loops",
