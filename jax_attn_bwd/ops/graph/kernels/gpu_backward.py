@@ -22,7 +22,6 @@ from jax.sharding import PartitionSpec
 
 from jax_attn_bwd._core import mosaic_gpu, pallas
 from jax_attn_bwd._core.sharding import match_type
-from jax_attn_bwd.ops.graph import kinds
 from jax_attn_bwd.ops.graph.kernels import gpu_body, gpu_kinds, gpu_walk
 from jax_attn_bwd.ops.graph.kernels.gpu_body import Body, Walked, inputs_of, segments, settled, spread
 from jax_attn_bwd.ops.graph.kinds.kind import Sums, Tables
@@ -33,14 +32,14 @@ from jax_attn_bwd.ops.graph.spec import Cotangents, Options, Residuals
 
 def backward(plan: Plan, residuals: Residuals, cotangents: Cotangents) -> dict[str, jax.Array]:
     """Computes the gradients of the operands in `residuals.wanted`, by name, of one entry of a batch."""
-    return _gradients(plan.options, pallas.is_interpreted(mosaic_gpu.NAME), residuals, cotangents)
+    return _gradients(plan, pallas.is_interpreted(mosaic_gpu.NAME), residuals, cotangents)
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def _gradients(options, interpret, residuals, cotangents):
+def _gradients(plan, interpret, residuals, cotangents):
     # which sums the gradients are made of; destinations take theirs from what edges hand on
     operands, wanted = residuals.operands, residuals.wanted.names
-    graph, kind = operands.graph, kinds.of(options)
+    graph, options, kind = operands.graph, plan.options, plan.kind
     t = kind.tables(operands)
     need = kind.needs(t, wanted)
     need = need._replace(handed=need.handed or need.dst)
@@ -48,9 +47,9 @@ def _gradients(options, interpret, residuals, cotangents):
         return {}
 
     # the kernels, on each device its heads
-    saved = destination_rows(options, residuals, cotangents, in_order=False)
+    saved = destination_rows(options, residuals, cotangents, plan.loops.in_order)
     z = gpu_body.factors_by_edge(kind, t, graph.capacity)
-    run = partial(_sums, options, need, interpret)
+    run = partial(_sums, plan, need, interpret)
 
     def specs(graph, t, z, saved):
         heads = kind.messages(t)[1]
@@ -66,11 +65,11 @@ def _gradients(options, interpret, residuals, cotangents):
 
 
 def _sums(
-    options: Options, need: Sums[bool], interpret: bool, graph: Any, t: Tables, z: Any, saved: DestinationRows
+    plan: Plan, need: Sums[bool], interpret: bool, graph: Any, t: Tables, z: Any, saved: DestinationRows
 ) -> Sums[Any]:
     """Computes the sums that are needed, of the heads of one device."""
-    _, H, D = kinds.of(options).messages(t).shape
-    E = graph.capacity
+    options, E = plan.options, graph.capacity
+    _, H, D = plan.kind.messages(t).shape
     # the pass by source, which leaves junk where there is no edge
     at = segments(graph.by_source, graph.num_src, E)
     own = {"src": t.src} | ({} if t.message is None else {"message": t.message})
@@ -88,7 +87,7 @@ def _sums(
 
     # the destinations: for gat a sum of numbers, else a pass of their own over what was handed on
     if need.dst and options.kind == "gat":
-        dst = sum_by_destination(graph, handed, None, saved.m, in_order=False)
+        dst = sum_by_destination(graph, handed, None, saved.m, plan.loops.in_order)
     elif need.dst:
         at = segments(graph.by_destination, graph.num_dst, E)
         given = inputs_of(at, {"dst": t.dst}, {"src": t.src}, {"handed": handed}, t)
