@@ -76,7 +76,8 @@ READS_TWICE = Rule(
 IN_TURN = Rule(
     "graph_in_turn",
     "one CPU, batch axes",
-    "Entries of a batch are computed one after the other, in half the time.",
+    "Entries of a batch are computed one after the other: at once 4 to 16 take 1.5 to 3.1 times as long, and "
+    "hold up to 26 times as much.",
 )
 RULES = (IN_ORDER, LOOPS, RUNS, ONE_PASS, FIRST_GROUPS, READS_TWICE, IN_TURN)
 

@@ -21,7 +21,8 @@ FINITE_START = Rule(
 HIDDEN_BY_A_SUM = Rule(
     "softmax_hidden_by_a_sum",
     "one CPU, a scale that is an array, something hidden, neither bias nor sink",
-    "Hidden entries get -inf by a sum: a second select would part the library loop of XLA:CPU.",
+    "Hidden entries get -inf by a sum: a second select would part the library loop of XLA:CPU, and steps "
+    "take 1.06 to 1.25 times as long.",
 )
 RULES = (FINITE_START, HIDDEN_BY_A_SUM)
 
