@@ -36,21 +36,13 @@ _known: dict[str, "Rule"] = {}
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule that changes how a call is computed, never what.
+    """A rule that changes how a call is computed, never what."""
 
-    Attributes:
-      name: by which it is switched off.
-      when: its condition, in words.
-      gain: what it gains and the program that showed it, or what goes wrong without it.
-      reason: what it is for.
-      until: the JAX that needs it no longer; "" = none is known.
-    """
-
-    name: str
-    when: str
-    gain: str
+    name: str  # by which it is switched off
+    when: str  # its condition, in words
+    gain: str  # what it gains and the program that showed it, or what goes wrong without it
     reason: Reason = "speed"
-    until: str = ""
+    until: str = ""  # the JAX that needs it no longer; "" = none is known
 
     def __post_init__(self) -> None:
         _known[self.name] = self  # a module that is loaded again replaces its own

@@ -22,33 +22,23 @@ Names = frozenset[str]
 
 @dataclass(frozen=True)
 class Operation:
-    """Holds what is written for an operator.
+    """Holds what is written for an operator; a cotangent or tangent of None is zero.
 
-    Attributes:
-      differentiable: the operands whose derivatives the rules tell apart; none where they do the same
-        whatever is asked.
-      primal: `(static, operands) -> outputs`, where nothing is differentiated.
-      forward: `(static, operands, wanted) -> (outputs, saved)`; `wanted` names what is differentiated, and
-        `saved` is what backward and tangent read: of one structure, whatever is wanted (see `encode_flags`).
-      backward: `(static, saved, wanted, cotangents of the outputs) -> those of the operands`; None is zero.
-      tangent: `(static, saved, tangents of the operands) -> those of the outputs`; None is zero.
+    `wanted` names what is differentiated, and `saved` is what backward and tangent read: of one structure,
+    whatever is wanted (see `encode_flags`).
     """
 
-    differentiable: tuple[str, ...]
-    primal: Callable[[Any, Any], Any]
-    forward: Callable[[Any, Any, Names], tuple[Any, Any]]
-    backward: Callable[[Any, Any, Names, Any], Any]
-    tangent: Callable[[Any, Any, Any], Any]
+    differentiable: tuple[str, ...]  # operands that the rules tell apart; () if they do the same for any
+    primal: Callable[[Any, Any], Any]  # (static, operands) -> outputs, where nothing is differentiated
+    forward: Callable[[Any, Any, Names], tuple[Any, Any]]  # (static, operands, wanted) -> (outputs, saved)
+    backward: Callable[[Any, Any, Names, Any], Any]  # (static, saved, wanted, cotangents) -> of the operands
+    tangent: Callable[[Any, Any, Any], Any]  # (static, saved, tangents) -> those of the outputs
 
     def runner(self, operator: str, both_modes: Any) -> Callable[[Hashable, Any], Any]:
         """Returns `(static, operands) -> outputs`, differentiable in reverse mode or in both.
 
-        Args:
-          operator: the call, as errors name it.
-          both_modes: its argument `forward_mode`.
-
         Raises:
-          TypeError: `forward_mode` is no bool.
+          TypeError: `both_modes`, the call's argument `forward_mode`, is no bool.
           NotImplementedError: this JAX has no operations with both rules.
         """
         both_modes = checks.flag(operator, "forward_mode", both_modes)

@@ -46,17 +46,13 @@ AXIS = "jax_attn_bwd_pieces"  # names the batch axis of pieces side by side
 class Pieces:
     """How many pieces there are, and who runs them.
 
-    Attributes:
-      count: number of pieces; divides the axes that are cut.
-      mesh_axes: the Explicit mesh axes over which devices hold a piece each; without, they run side by side.
-      mesh: that of these axes.
-      folded: whether a piece, of those on devices, is two stretches of the axis: of 2n, piece i has 2i and
-        2n - 1 - 2i, of which it gives one away for the other.
+    Folded, a piece of those on devices is two stretches of the axis: of 2n, piece i has 2i and 2n - 1 - 2i,
+    of which it gives one away for the other.
     """
 
-    count: int
-    mesh_axes: tuple[str, ...] = ()
-    mesh: AbstractMesh | None = None
+    count: int  # divides the axes that are cut
+    mesh_axes: tuple[str, ...] = ()  # Explicit, over which devices hold a piece each; () = side by side
+    mesh: AbstractMesh | None = None  # that of these axes
     folded: bool = False
 
     @property
@@ -97,19 +93,12 @@ def pieces_for_rows(x: jax.Array, axis: int, batch: int) -> Pieces | None:
 
 
 class OutSpec(NamedTuple):
-    """Where a result of the pieces goes.
+    """Where a result of the pieces goes."""
 
-    Attributes:
-      axis: the axis along which the pieces' results are joined; None: they are shares of a sum.
-      spec: the mesh axes of the whole on an Explicit mesh.
-      alike: whether it is no share, but what all pieces agreed on.
-      like: an array whose axes it has, and lies along.
-    """
-
-    axis: int | None
-    spec: tuple = ()
-    alike: bool = False
-    like: jax.Array | None = None
+    axis: int | None  # along which the pieces' results are joined; None: they are shares of a sum
+    spec: tuple = ()  # the mesh axes of the whole on an Explicit mesh
+    alike: bool = False  # whether it is no share, but what all pieces agreed on
+    like: jax.Array | None = None  # whose axes it has, and lies along
 
 
 def out_spec(x: jax.Array, axis: int | None) -> OutSpec:

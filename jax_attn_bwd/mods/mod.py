@@ -17,19 +17,12 @@ from jax_attn_bwd.ops.dot_product.mod_functions import ReadSizes, takes_other
 
 @dataclass(frozen=True)
 class Read:
-    """An array that a function reads.
+    """An array that a function reads."""
 
-    Attributes:
-      name: of the function and of the array, for messages.
-      kind: of its dtype, `jnp.integer` or `jnp.floating`.
-      shape: sizes; "N" is the number of query heads, "T" at least that of the rows and of the columns.
-      has_batch: whether the batch axes of a call may stand in front, or one of all their entries.
-    """
-
-    name: str
-    kind: Any
-    shape: tuple[int | str, ...]
-    has_batch: bool = False
+    name: str  # of the function and of the array, for messages
+    kind: Any  # of its dtype, `jnp.integer` or `jnp.floating`
+    shape: tuple[int | str, ...]  # "N": query heads; "T": at least as many as rows, and as columns
+    has_batch: bool = False  # the batch axes of a call may stand in front, or one of all their entries
 
     def check(self, operator: str, x: Any, sizes: ReadSizes) -> None:
         """Raises unless `x` fits a call of those sizes."""

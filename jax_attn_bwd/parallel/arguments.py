@@ -33,30 +33,21 @@ HIDDEN_QUERY, HIDDEN_KEY = 2**31 - 1, -(2**31)  # segments that no token of the 
 
 @dataclass(frozen=True)
 class Exchange:
-    """Tells how keys meet queries, known at trace time.
+    """Tells how keys meet queries, known at trace time."""
 
-    Attributes:
-      axis_name: the mesh axis that holds the sequence.
-      size: number of devices along it.
-      offsets: device i is to see keys of the devices i - offset.
-      of_keys: "bias" or "elements" (of the mask) where each device holds it for its own keys: it travels with
-        them.
-    """
-
-    axis_name: str
-    size: int
-    offsets: tuple[int, ...]
-    of_keys: tuple[str, ...]
+    axis_name: str  # the mesh axis that holds the sequence
+    size: int  # number of devices along it
+    offsets: tuple[int, ...]  # device i is to see keys of the devices i - offset
+    of_keys: tuple[str, ...]  # "bias" or "elements" (of the mask) where they travel with a device's own keys
 
 
-def axis_size(operator: str, axis_name: Any, argument: str = "axis_name") -> int:
+def axis_size(operator: str, axis_name: Any) -> int:
     """Returns the number of devices along a mesh axis of the `jax.shard_map` around the call."""
     bound = tuple(jax.sharding.get_abstract_mesh().manual_axes)
     if axis_name not in bound:
         remedy = f"call it inside jax.shard_map over that axis; axes bound here: {bound}"
-        raise ValueError(
-            checks.message(operator, argument, "name an axis bound here", repr(axis_name), remedy)
-        )
+        expected = "name an axis bound here"
+        raise ValueError(checks.message(operator, "axis_name", expected, repr(axis_name), remedy))
     if not varying(lax.axis_index(axis_name)):
         remedy = "without it, gradients of what several devices share are wrong"
         raise ValueError(

@@ -195,17 +195,11 @@ def _run(
 
 @dataclass(frozen=True)
 class ShardedPlan:
-    """Everything static of a call.
+    """Everything static of a call."""
 
-    Attributes:
-      plan: that of this device's tokens, as the forward takes them.
-      axis_name: the mesh axis that holds the sequence.
-      devices: how many it has.
-    """
-
-    plan: Plan
-    axis_name: str
-    devices: int
+    plan: Plan  # that of this device's tokens, as the forward takes them
+    axis_name: str  # the mesh axis that holds the sequence
+    devices: int  # how many it has
 
 
 class Shard(NamedTuple):

@@ -61,36 +61,23 @@ Merged = Sequence[Sequence[int]]
 
 @dataclass(frozen=True)
 class Tiling:
-    """Never changes the answer. See the module for fragments and tiles.
+    """Never changes the answer. See the module for fragments and tiles."""
 
-    Attributes:
-      rows, columns: of a fragment.
-      vector: neighbouring elements that one thread holds.
-      fragments: of a tile.
-      tiles: of a row that a warpgroup walks over.
-      slots: tiles that a warpgroup has shared memory for.
-      warpgroups: that share a row.
-      wide: rows of a fragment are segments of one row of the array.
-    """
-
-    rows: int
-    columns: int
-    vector: int
-    fragments: int
-    tiles: int = 1
-    slots: int = 1
-    warpgroups: int = 1
-    wide: bool = False
+    rows: int  # of a fragment
+    columns: int  # of a fragment
+    vector: int  # neighbouring elements that one thread holds
+    fragments: int  # of a tile
+    tiles: int = 1  # of a row that a warpgroup walks over
+    slots: int = 1  # tiles that a warpgroup has shared memory for
+    warpgroups: int = 1  # that share a row
+    wide: bool = False  # rows of a fragment are segments of one row of the array
 
     @staticmethod
     def default_for(rows: int, width: int, dtype: Any, element_bytes: int, elements: int) -> "Tiling":
         """Picks a tiling for `rows` rows, along the axis that a tile may hold several of, of padded `width`.
 
-        Args:
-          rows, width: see above.
-          dtype: of x.
-          element_bytes: of shared memory for an element of a tile, in all arrays that are read.
-          elements: of a tile, at most where that is possible.
+        An element of a tile takes `element_bytes` of shared memory, in all arrays that are read; a tile has
+        at most `elements` where that is possible; `dtype` is that of x.
         """
         # wide rows: the halves of segments lie side by side in pairs of fragments, for up to 4 warpgroups
         vector = 16 // jnp.dtype(dtype).itemsize
@@ -149,14 +136,10 @@ def padded_width(width: int, dtype: Any, count: int) -> int:
 
 
 def collapse(shape: tuple[int, ...], full: Sequence[tuple[bool, ...]]) -> Merged:
-    """Merged the row axes, merged where every operand has all of them or broadcasts all of them.
+    """Groups neighbouring row axes, where every operand has all of a group or broadcasts all of it.
 
-    Args:
-      shape: of x without its last axis.
-      full: for each operand that broadcasts: which of these axes it has.
-
-    Returns:
-      merged of neighbouring axes; axes of size 1 are in none.
+    `shape` is that of x without its last axis; `full` tells for each operand that broadcasts which of these
+    axes it has. Axes of size 1 are in no group.
     """
     merged: list[list[int]] = []
     for axis, n in enumerate(shape):
@@ -177,12 +160,7 @@ def view(x: jax.Array, merged: Merged) -> jax.Array:
 
 
 class RowBlock:
-    """A block of the grid, inside a kernel: copies of its tiles, their fragments, reductions over a row.
-
-    Attributes:
-      tiling: of the kernel.
-      wg: the warpgroup.
-    """
+    """A block of the grid, inside a kernel: copies of its tiles, their fragments, reductions over a row."""
 
     def __init__(self, tiling: Tiling, rows: Sequence[int], inputs, output, buffers, shared):
         """Takes rows that are merged into axes of the sizes `rows`, and refs as `run` makes them."""
