@@ -72,6 +72,11 @@ class Offset(NamedTuple):
     column: Any  # [] or [S]
 
 
+def or_origin(offset: Offset | None) -> Offset:
+    """Returns `offset`; the beginning of the array where there is none."""
+    return offset or Offset(*[jnp.uint32(0)] * 4)
+
+
 def offset(operator: str, value: Any, rows: int, columns: int) -> Offset | None:
     """Checks `dropout_offset` and returns it as uint32 arrays."""
     if value is None:

@@ -5,7 +5,7 @@ all operands (`tie`), and a cotangent has the type of its primal (`match_type`).
 """
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Sequence, Set
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,7 @@ def varying(arrays: Any) -> frozenset[str]:
     return frozenset().union(*(_type(x).manual_axis_type.varying for x in jax.tree.leaves(arrays)))
 
 
-def vary_over(x: jax.Array, axes: frozenset[str]) -> jax.Array:
+def vary_over(x: jax.Array, axes: Set[str]) -> jax.Array:
     """Makes `x` vary over these mesh axes, too."""
     missing = axes - varying(x)
     return lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x

@@ -79,8 +79,7 @@ class Pieces:
 def pieces_for_rows(x: jax.Array, axis: int, batch: int) -> Pieces | None:
     """Returns the pieces into which devices cut the rows of `x`, its axis `axis`; None if they are not cut.
 
-    Args:
-      batch: product of the batch axes. A batch that fills an Auto mesh leaves no device to the rows.
+    A `batch`, the product of its axes, that fills an Auto mesh leaves no device to the rows.
     """
     if names := names_of(explicit_spec(x)[axis]):
         mesh = jax.typeof(x).sharding.mesh
@@ -120,12 +119,8 @@ def over(
 ) -> Callable[[], Any]:
     """Returns the call that computes the results of `function(*arrays of a piece)` over all pieces.
 
-    Args:
-      pieces: how many there are, and who runs them.
-      function: computes the results of one piece; on devices it sees the shards of all axes.
-      arrays: what the function reads, a tree for each argument.
-      axes: which axis of each array is cut; None: it is shared.
-      results: where each result goes, a tree of `OutSpec`.
+    Of `arrays`, a tree for each argument, `axes` tells which axis of each is cut (None: it is shared), and
+    `results`, a tree of `OutSpec`, where each result goes. On devices the function sees the shards of all axes.
     """
     if pieces.mesh is None:
         return partial(_side_by_side, pieces, function, arrays, axes, results)
@@ -160,13 +155,8 @@ def scan_of_slices(count: int, function: Callable[..., Any], arrays: Any, axes: 
     """Returns what `lax.scan` takes to compute `function(*arrays)` piece by piece: a step, and indices.
 
     What is scanned with, zeros by name, are the sums of what the function gives by these names. Its other
-    results come out one piece after the other: `joined` puts them together.
-
-    Args:
-      count: number of pieces; divides the axes that are cut.
-      function: computes the results of one piece.
-      arrays: what the function reads, a tree for each argument.
-      axes: which axis of each array is cut; None: it is shared.
+    results come out one piece after the other: `joined` puts them together. `arrays` and `axes` are as in
+    `over`; `count`, the number of pieces, divides the axes that are cut.
     """
     in_front = lambda axis, x: x if axis is None else moved(_cut(x, axis, count), axis, 0)
     pieces = _map(in_front, axes, arrays)
@@ -231,16 +221,10 @@ def join(x: jax.Array, axis: int) -> jax.Array:
 def over_entries(
     function: Callable[..., Any], batch_rank: int, arrays: Any, axes: Any, in_turn: bool
 ) -> Callable[[], Any]:
-    """Returns the call that maps `function(*arrays of one entry)` over a batch, whose axes come in front.
+    """Returns the call that maps `function(*arrays of one entry)`, which knows no batch, over `batch_rank` axes.
 
-    The batch axes are mapped one inside the other, never merged: each may be sharded.
-
-    Args:
-      function: knows no batch.
-      batch_rank: the number of batch axes.
-      arrays: what the function reads, a tree for each argument.
-      axes: 0 for each array that has all batch axes, in front; entries share those of None.
-      in_turn: whether one entry follows the other.
+    These are mapped one inside the other, never merged: each may be sharded. `axes` is 0 for each array that
+    has all batch axes, in front; entries share those of None. `in_turn` one entry follows the other.
     """
     if not (in_turn and batch_rank):
         for _ in range(batch_rank):
@@ -262,23 +246,15 @@ def dropout_indices(
 ) -> dropout.Offset:
     """Returns `dropout_offset` as index arrays: a piece takes its part, and so draws the bits of the whole.
 
-    Args:
-      offset: where the call's block begins; None: at 0.
-      like: an array of the call with `batch_rank` batch axes in front.
-      head, row: the axes of `like` that count heads and rows; None leaves the scalar as it is.
-
-    Returns:
-      The offset, with `batch` `[...]` of all batch axes, `head` `[N]` and `row` `[T]`; batch and heads are
-      sharded like `like`.
+    `like` has `batch_rank` batch axes in front, and counts heads and rows along its axes `head` and `row`; None
+    leaves the scalar as it is. In the result `batch` is `[...]` of all batch axes, `head` `[N]` and `row` `[T]`;
+    batch and heads are sharded like `like`.
     """
-    zero = jnp.uint32(0)
-    offset = offset or dropout.Offset(zero, zero, zero, zero)
-    batch = like.shape[:batch_rank]
+    offset, batch = dropout.or_origin(offset), like.shape[:batch_rank]
     number = _indices(math.prod(batch), offset.batch).reshape(batch)
     offset = offset._replace(batch=reshard_like(number, like, tuple(range(batch_rank))))
     if head is not None:
-        heads = reshard_like(_indices(like.shape[head], offset.head), like, (head,))
-        offset = offset._replace(head=heads)
+        offset = offset._replace(head=reshard_like(_indices(like.shape[head], offset.head), like, (head,)))
     return offset if row is None else offset._replace(row=_indices(like.shape[row], offset.row))
 
 

@@ -107,8 +107,7 @@ def prepare(
     # The dropout mask is that of one device: its rows and columns are the tokens' indices.
     offset = None
     if operands.dropout_words is not None:
-        zero = jnp.uint32(0)
-        offset = operands.dropout_offset or dropout.Offset(zero, zero, zero, zero)
+        offset = dropout.or_origin(operands.dropout_offset)
         row, column = places(operator, offset.row, rows), places(operator, offset.column, columns)
         offset = offset._replace(row=row, column=column)
     # Positions travel only where causality, a window or a function reads them.

@@ -178,8 +178,7 @@ def _run(
 
     # a document that ends with the device before: what is from there is nothing to the first token
     if operands.restarts is not None and T != 0:
-        ids = jnp.asarray(given["segment_ids"])
-        ids = vary_over(ids, frozenset((axis_name,)))
+        ids = vary_over(jnp.asarray(given["segment_ids"]), {axis_name})
         before = lax.ppermute(ids[..., -1], axis_name, [(i, i + 1) for i in range(n - 1)])
         begins = jnp.broadcast_to((ids[..., 0] != before) & (device > 0), operands.restarts.shape[:-1])
         restarts = jnp.concatenate([begins[..., None], operands.restarts[..., 1:]], -1)

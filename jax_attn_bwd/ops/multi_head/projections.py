@@ -172,13 +172,12 @@ def output_factors(
     *batch, T, Eo = out.shape
     constant = (jnp.uint32(OUT[0]), jnp.uint32(OUT[1]))
     words = jnp.stack(dropout.threefry((words[0], words[1]), constant))
-    zero = jnp.uint32(0)
-    offset = offset or dropout.Offset(zero, zero, zero, zero)
+    offset = dropout.or_origin(offset)
     index = partial(jnp.arange, dtype=jnp.uint32)
     entry = index(math.prod(batch)).reshape(*batch, 1, 1) + offset.batch
     row = offset.row if offset.row.ndim else offset.row + index(T)
     row, column = to_rank(row[:, None], out.ndim), to_rank(index(Eo), out.ndim)
-    return dropout.factors(dropout.head_keys(words, entry, zero), row, column, rate, out.dtype)
+    return dropout.factors(dropout.head_keys(words, entry, jnp.uint32(0)), row, column, rate, out.dtype)
 
 
 @partial(jax.jit, static_argnums=(0,))

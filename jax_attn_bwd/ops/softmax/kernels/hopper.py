@@ -41,13 +41,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_attn_bwd._core import masks, mosaic_gpu, pallas
+from jax_attn_bwd._core import masks, mosaic_gpu
 from jax_attn_bwd._core.mosaic_gpu import SHARED_MEMORY, launch
 from jax_attn_bwd._core.numerics import finite
 from jax_attn_bwd._core.pallas import out_type, vary_alike
 from jax_attn_bwd.ops.softmax.kernels import rules as kernel_rules
-from jax_attn_bwd.ops.softmax.plan import Plan
-from jax_attn_bwd.ops.softmax.spec import Operands, Options, Residuals, Result
+from jax_attn_bwd.ops.softmax.spec import Options
 
 NARROW = 2048  # widest rows that one warp holds whole
 _SEGMENT = 128  # elements of a segment of a wide row
@@ -395,19 +394,6 @@ def run(
     return call(*arrays)
 
 
-supports = partial(kernel_rules.unsupported, dtypes=_DTYPES)
-
-
-def forward(plan: Plan, operands: Operands) -> Result:
-    """Computes the softmax; see `supports`."""
-    return _forward(plan.options, pallas.is_interpreted(mosaic_gpu.NAME), operands)
-
-
-@partial(jax.jit, static_argnums=(0, 1))
-def _forward(options, interpret, operands):
-    return kernel_rules.result(partial(_softmax, options, interpret), operands)
-
-
 def _softmax(options: Options, interpret: bool, x: jax.Array, planes: dict) -> jax.Array:
     """Computes y of one shard."""
     # axes that every array has, or broadcasts over, are one axis; a band is that of the last one
@@ -493,17 +479,7 @@ def _kernel(options: Options, width: int, where: dict[str, int], has_rows: bool,
         )
 
 
-# ---- backward: (4), (5) and (7) of `backward.py`; the gradient of a bias is XLA's, see `rules.gradients`
-
-
-def backward(plan: Plan, residuals: Residuals, dy: jax.Array) -> dict[str, jax.Array]:
-    """Computes the gradients of the operands in `residuals.wanted`, by name."""
-    return _backward(plan.options, pallas.is_interpreted(mosaic_gpu.NAME), residuals, dy)
-
-
-@partial(jax.jit, static_argnums=(0, 1))
-def _backward(options, interpret, residuals, dy):
-    return kernel_rules.gradients(partial(_dx, options.scale, interpret), residuals, dy)
+# ---- backward: (4), (5) and (7) of `backward.py`; the gradient of a bias is XLA's, see `rules.by_kernels`
 
 
 def _dx(scale: float, interpret: bool, y: jax.Array, dy: jax.Array) -> jax.Array:
@@ -535,3 +511,7 @@ def _dx_kernel(scale: float, block: RowBlock) -> None:
     # forwards over the tiles of a row the dot product, backwards dx, from what is still there
     dot = block.row_value("sum", block.forwards(add, block.full(0.0)))  # (4)
     block.backwards(lambda k, last: (scale * (y * (dy - dot)) for y, dy in fragments(k)))  # (5), (7)
+
+
+supports = partial(kernel_rules.unsupported, dtypes=_DTYPES)
+forward, backward = kernel_rules.by_kernels(mosaic_gpu.NAME, _softmax, _dx)

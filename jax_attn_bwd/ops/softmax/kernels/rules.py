@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 from jax_attn_bwd._core import pallas
 from jax_attn_bwd._core.numerics import reduce_to
 from jax_attn_bwd._core.sharding import explicit_spec, match_type, reshard_like, tie
-from jax_attn_bwd.ops.softmax.spec import Operands, Options, Residuals, Result
+from jax_attn_bwd.ops.softmax.spec import Operands, Options, Result
 
 Kernel = Callable[..., jax.Array]
 Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -62,27 +63,40 @@ def read_arrays(x: jax.Array, planes: dict[str, jax.Array]) -> list[jax.Array]:
     return arrays
 
 
-def result(kernel: Kernel, operands: Operands, wrapped: Wrapper = lambda call: call) -> Result:
-    """Computes y of each device by `kernel(x, planes)`; `wrapped` says how the call is batched."""
-    call = wrapped(lambda *given: pallas.on_local_shards(kernel, lambda x, _: x, given))
-    return tie(Result(call(operands.x, planes_of(operands)), None, None), operands)
+def by_kernels(
+    implementation: str, softmax: Kernel, dx: Kernel, batched: Wrapper = lambda call: call
+) -> tuple[Callable[..., Result], Callable[..., dict[str, jax.Array]]]:
+    """Returns (forward, backward) of an implementation, whose kernels run on each device's shards.
 
+    `softmax(options, interpret, x, planes)` gives y, `dx(scale, interpret, y, dy)` the gradient of x;
+    `batched` says how both are batched.
+    """
 
-def gradients(
-    kernel: Kernel, residuals: Residuals, dy: jax.Array, wrapped: Wrapper = lambda call: call
-) -> dict[str, jax.Array]:
-    """Computes the gradients in `residuals.wanted`, that of x on each device by `kernel(y, dy)`."""
-    y, types = residuals.y, dict(residuals.wanted.types)
-    dy = reshard_like(dy, y, tuple(range(y.ndim)))
-    grads = {}
-    if "x" in types:
-        call = wrapped(lambda *given: pallas.on_local_shards(kernel, lambda y, _: y, given))
-        grads["x"] = call(y, dy)
-    if "bias" in types:  # (4), (5) and (8): a reduction that XLA fuses over y and dy
-        seen, prob = jnp.where(y == 0, 0, dy.astype(jnp.float32)), y.astype(jnp.float32)
-        dot = (prob * seen).sum(-1, keepdims=True)
-        grads["bias"] = reduce_to(prob * (seen - dot), types["bias"].shape)
-    return {name: match_type(grad, types[name]) for name, grad in grads.items()}
+    def of_shards(kernel, *arrays):
+        return batched(lambda *given: pallas.on_local_shards(kernel, lambda x, _: x, given))(*arrays)
+
+    @partial(jax.jit, static_argnums=(0, 1))
+    def _forward(options, interpret, operands):
+        planes = {"mask": operands.mask, "bias": operands.bias}
+        given = {name: plane for name, plane in planes.items() if plane is not None}
+        y = of_shards(partial(softmax, options, interpret), operands.x, given)
+        return tie(Result(y, None, None), operands)
+
+    @partial(jax.jit, static_argnums=(0, 1))
+    def _backward(options, interpret, residuals, dy):
+        y, types = residuals.y, dict(residuals.wanted.types)
+        dy = reshard_like(dy, y, tuple(range(y.ndim)))
+        grads = {}
+        if "x" in types:
+            grads["x"] = of_shards(partial(dx, options.scale, interpret), y, dy)
+        if "bias" in types:  # (4), (5) and (8): a reduction that XLA fuses over y and dy
+            seen, prob = jnp.where(y == 0, 0, dy.astype(jnp.float32)), y.astype(jnp.float32)
+            dot = (prob * seen).sum(-1, keepdims=True)
+            grads["bias"] = reduce_to(prob * (seen - dot), types["bias"].shape)
+        return {name: match_type(grad, types[name]) for name, grad in grads.items()}
+
+    run = lambda rule: lambda plan, *given: rule(plan.options, pallas.is_interpreted(implementation), *given)
+    return run(_forward), run(_backward)
 
 
 class Exponent(NamedTuple):

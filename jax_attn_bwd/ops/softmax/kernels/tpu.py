@@ -20,8 +20,7 @@ from jax_attn_bwd._core import masks, mosaic_tpu, pallas
 from jax_attn_bwd._core.mosaic_tpu import LANES, ZERO
 from jax_attn_bwd._core.numerics import finite
 from jax_attn_bwd.ops.softmax.kernels import rules as kernel_rules
-from jax_attn_bwd.ops.softmax.plan import Plan
-from jax_attn_bwd.ops.softmax.spec import Operands, Options, Residuals, Result
+from jax_attn_bwd.ops.softmax.spec import Options
 
 _DTYPES = ("float32", "bfloat16")
 _ELEMENTS = 2**19  # of a block: 2 MiB of float32, or one group of 8 rows if these are longer
@@ -116,19 +115,6 @@ def over_columns(shape: tuple[int, int], step: Callable[[Any, Any], Any], carry:
     return carry
 
 
-supports = partial(kernel_rules.unsupported, dtypes=_DTYPES)
-
-
-def forward(plan: Plan, operands: Operands) -> Result:
-    """Computes the softmax; see `supports`."""
-    return _forward(plan.options, pallas.is_interpreted(mosaic_tpu.NAME), operands)
-
-
-@partial(jax.jit, static_argnums=(0, 1))
-def _forward(options, interpret, operands):
-    return kernel_rules.result(partial(_softmax, options, interpret), operands, mosaic_tpu.entry_by_entry)
-
-
 def _softmax(options: Options, interpret: bool, x: jax.Array, planes: dict) -> jax.Array:
     """Computes y of one shard; without planes and a band all rows are one axis."""
     shape, banded = x.shape, options.is_causal or options.window is not None
@@ -186,19 +172,7 @@ def _kernel(options: Options, planes: tuple[str, ...], first_row, x_ref, *refs) 
     over(write, None)
 
 
-# ---- backward: (4), (5) and (7) of `backward.py`; the gradient of a bias is XLA's, see `rules.gradients`
-
-
-def backward(plan: Plan, residuals: Residuals, dy: jax.Array) -> dict[str, jax.Array]:
-    """Computes the gradients of the operands in `residuals.wanted`, by name."""
-    return _backward(plan.options, pallas.is_interpreted(mosaic_tpu.NAME), residuals, dy)
-
-
-@partial(jax.jit, static_argnums=(0, 1))
-def _backward(options, interpret, residuals, dy):
-    return kernel_rules.gradients(
-        partial(_dx, options.scale, interpret), residuals, dy, mosaic_tpu.entry_by_entry
-    )
+# ---- backward: (4), (5) and (7) of `backward.py`; the gradient of a bias is XLA's, see `rules.by_kernels`
 
 
 def _dx(scale: float, interpret: bool, y: jax.Array, dy: jax.Array) -> jax.Array:
@@ -229,3 +203,7 @@ def _dx_kernel(scale: float, _, y_ref, dy_ref, dx_ref) -> None:
     over = partial(over_columns, y_ref.shape)
     dot = over(add, jnp.zeros((y_ref.shape[0], 1), jnp.float32))  # (4)
     over(write, None)  # (5), (7)
+
+
+supports = partial(kernel_rules.unsupported, dtypes=_DTYPES)
+forward, backward = kernel_rules.by_kernels(mosaic_tpu.NAME, _softmax, _dx, mosaic_tpu.entry_by_entry)
