@@ -47,6 +47,13 @@ class Case:
         return {name: cast(x, self.dtypes.get(name, dtype)) for name, x in arrays.items()}
 
 
+def case_of(
+    name, build, *, tags=("ci",), dtype="bfloat16", dtypes=None, means=None, times=None, **options
+) -> Case:
+    """Makes a case of its fields and the options of the call."""
+    return Case(name, build, options, frozenset(tags), dtype, dtypes or {}, means or {}, times or {})
+
+
 @dataclass(frozen=True, eq=False)
 class Operator:
     """An operator in one calling convention."""

@@ -82,9 +82,8 @@ def offset(operator: str, value: Any, rows: int, columns: int) -> Offset | None:
     if value is None:
         return None
     if not isinstance(value, tuple | list) or len(value) != 4:
-        raise ValueError(
-            checks.message(operator, "dropout_offset", "be (batch, head, row, column)", repr(value))
-        )
+        expected = "be (batch, head, row, column)"
+        raise ValueError(checks.message(operator, "dropout_offset", expected, repr(value)))
     parts = []
     sizes = {"batch": None, "head": None, "row": rows, "column": columns}
     for part, (name, size) in zip(value, sizes.items(), strict=True):

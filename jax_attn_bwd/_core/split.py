@@ -120,7 +120,8 @@ def over(
     """Returns the call that computes the results of `function(*arrays of a piece)` over all pieces.
 
     Of `arrays`, a tree for each argument, `axes` tells which axis of each is cut (None: it is shared), and
-    `results`, a tree of `OutSpec`, where each result goes. On devices the function sees the shards of all axes.
+    `results`, a tree of `OutSpec`, where each result goes. On devices the function sees the shards of all
+    axes.
     """
     if pieces.mesh is None:
         return partial(_side_by_side, pieces, function, arrays, axes, results)
@@ -221,10 +222,10 @@ def join(x: jax.Array, axis: int) -> jax.Array:
 def over_entries(
     function: Callable[..., Any], batch_rank: int, arrays: Any, axes: Any, in_turn: bool
 ) -> Callable[[], Any]:
-    """Returns the call that maps `function(*arrays of one entry)`, which knows no batch, over `batch_rank` axes.
+    """Returns the call that maps `function(*arrays of one entry)`, which knows no batch, over a batch.
 
-    These are mapped one inside the other, never merged: each may be sharded. `axes` is 0 for each array that
-    has all batch axes, in front; entries share those of None. `in_turn` one entry follows the other.
+    Its `batch_rank` axes are mapped one inside the other, never merged: each may be sharded. `axes` is 0 for
+    each array that has all of them, in front; entries share those of None. `in_turn` one follows the other.
     """
     if not (in_turn and batch_rank):
         for _ in range(batch_rank):
@@ -246,9 +247,9 @@ def dropout_indices(
 ) -> dropout.Offset:
     """Returns `dropout_offset` as index arrays: a piece takes its part, and so draws the bits of the whole.
 
-    `like` has `batch_rank` batch axes in front, and counts heads and rows along its axes `head` and `row`; None
-    leaves the scalar as it is. In the result `batch` is `[...]` of all batch axes, `head` `[N]` and `row` `[T]`;
-    batch and heads are sharded like `like`.
+    `like` has `batch_rank` batch axes in front, and counts heads and rows along its axes `head` and `row`:
+    None leaves the scalar as it is. In the result `batch` is `[...]` of all batch axes, `head` `[N]`, `row`
+    `[T]`; batch and heads are sharded like `like`.
     """
     offset, batch = dropout.or_origin(offset), like.shape[:batch_rank]
     number = _indices(math.prod(batch), offset.batch).reshape(batch)

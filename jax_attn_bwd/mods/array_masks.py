@@ -87,13 +87,9 @@ def blocks(query_size: int, key_size: int | None = None) -> Mask:
       Lu et al., MoBA: mixture of block attention, 2025, arXiv:2502.13189.
     """
     name, key_size = "mods.blocks", query_size if key_size is None else key_size
-    query_size, key_size = (
-        checks.integer(name, n, x, 1) for n, x in (("query_size", query_size), ("key_size", key_size))
-    )
-    tile = (query_size, key_size)
-    return Mask(
-        _BlockMask(tile), 1, (_BlocksRead("the blocks of mods.blocks", np.bool_, ("N",), True, tile),)
-    )
+    tile = checks.integer(name, "query_size", query_size, 1), checks.integer(name, "key_size", key_size, 1)
+    read = _BlocksRead("the blocks of mods.blocks", np.bool_, ("N",), True, tile)
+    return Mask(_BlockMask(tile), 1, (read,))
 
 
 def blocks_from_indices(indices: Integers, num_blocks: int) -> jax.Array:

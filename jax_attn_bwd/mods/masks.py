@@ -132,10 +132,8 @@ def sliding_window(left: int, right: int = 0) -> Mask:
       +#+.
       .+#+
     """
-    left, right = (
-        checks.integer("mods.sliding_window", name, n, 0) for name, n in (("left", left), ("right", right))
-    )
-    return Mask(_Window(left, right))
+    name = "mods.sliding_window"
+    return Mask(_Window(checks.integer(name, "left", left, 0), checks.integer(name, "right", right, 0)))
 
 
 @partial(Mask, num_args=1, reads=(Read("the length of prefix_lm", jnp.integer, (), has_batch=True),))

@@ -78,11 +78,8 @@ class Mod:
         """Raises where it is called without places, as functions are that make a mask or a score."""
         if column is None:
             kind, name = type(self).__name__.lower(), getattr(self.function, "__name__", "...")
-            expected, remedy = (
-                f"be told ({', '.join(self.place)})",
-                f"write {kind}_mod=mods.{name}, without ()",
-            )
-            got = f"a call of what is a {kind} itself"
+            expected, got = f"be told ({', '.join(self.place)})", f"a call of what is a {kind} itself"
+            remedy = f"write {kind}_mod=mods.{name}, without ()"
             raise TypeError(checks.message(f"mods.{name}", f"a {kind}", expected, got, remedy))
 
     def _check(self, operator: str, argument: str, args: Sequence[Any], sizes: ReadSizes) -> None:

@@ -49,10 +49,11 @@ def axis_size(operator: str, axis_name: Any) -> int:
         expected = "name an axis bound here"
         raise ValueError(checks.message(operator, "axis_name", expected, repr(axis_name), remedy))
     if not varying(lax.axis_index(axis_name)):
-        remedy = "without it, gradients of what several devices share are wrong"
-        raise ValueError(
-            checks.message(operator, "jax.shard_map around it", "have check_vma=True", False, remedy)
+        around, remedy = (
+            "jax.shard_map around it",
+            "without it, gradients of what several devices share are wrong",
         )
+        raise ValueError(checks.message(operator, around, "have check_vma=True", False, remedy))
     return lax.axis_size(axis_name)
 
 
@@ -248,10 +249,8 @@ def beginning_at(entry: Any, head: Any, mask_mod: Any, score_mod: Any, mod_args:
 def check_axis(operator: str, mesh: Any, axis: Any) -> int:
     """Returns the number of devices of `mesh` along `axis`, a name or several."""
     if not isinstance(mesh, Mesh | AbstractMesh):
-        remedy = "jax.make_mesh makes one"
-        raise TypeError(
-            checks.message(operator, "mesh", "be a jax.sharding.Mesh", type(mesh).__name__, remedy)
-        )
+        expected, remedy = "be a jax.sharding.Mesh", "jax.make_mesh makes one"
+        raise TypeError(checks.message(operator, "mesh", expected, type(mesh).__name__, remedy))
     names = (axis,) if isinstance(axis, str) else axis
     if not isinstance(names, tuple) or not names or not set(names) <= set(mesh.axis_names):
         expected = f"name axes of the mesh, {mesh.axis_names}"
@@ -271,10 +270,9 @@ def run_on_parts(
     names = {axis} if isinstance(axis, str) else set(axis)
     if AxisType.Explicit in mesh.axis_types:
         names = set(mesh.axis_names)
-        arguments = jax.tree.map(
-            lambda spec, part: jax.sharding.reshard(part, NamedSharding(mesh, spec)),
-            specs, arguments, is_leaf=lambda x: isinstance(x, PartitionSpec),
-        )  # fmt: skip
+        lay = lambda spec, part: jax.sharding.reshard(part, NamedSharding(mesh, spec))
+        is_spec = lambda x: isinstance(x, PartitionSpec)
+        arguments = jax.tree.map(lay, specs, arguments, is_leaf=is_spec)
     mapped = jax.shard_map(
         function, mesh=mesh, in_specs=specs, out_specs=out_specs, axis_names=names, check_vma=True
     )

@@ -205,9 +205,8 @@ def _check_sizes(mesh: Any, axes: _Axes, query: jax.Array, key: jax.Array) -> No
     if query.ndim > 3:
         sizes += [("the batch", query.shape[0], axes.batch)]
     elif axes.batch:
-        raise ValueError(
-            checks.message(_NAME, "query", "have a batch axis, which `batch` shards", query.shape)
-        )
+        expected = "have a batch axis, which `batch` shards"
+        raise ValueError(checks.message(_NAME, "query", expected, query.shape))
     for name, size, names in sizes:
         n = math.prod(mesh.shape[axis] for axis in names)
         if size % n:

@@ -61,7 +61,6 @@ def attend(
         offset = (offset.batch, offset.head + first, row, column)
     functions = operands.mask.mask_mod, options.score_mod, operands.mod_args
     # Tokens are exchanged for heads, and each device attends to whole sequences.
-    q, k, v = (_exchanged(exchange, x, -2, -3) for x in (operands.query, operands.key, operands.value))
     out, lse = dot_product_attention(
         *(_exchanged(exchange, x, -2, -3) for x in (operands.query, operands.key, operands.value)),
         **planes,

@@ -38,12 +38,9 @@ def prepare(
     operator: str, params, query, key, value, *, num_heads, bias, mask, scale, add_zero_attn, dropout_rate,
     out_dropout_rate, dropout_key, dropout_offset, add_residual, return_weights, average_weights,
     return_residual, save, rotary, logits_soft_cap, broadcast_dropout, precision, deterministic_sums,
-    deterministic=None,
-    is_causal=False, local_window_size=None, query_seq_lengths=None, key_value_seq_lengths=None,
-    query_segment_ids=None, key_value_segment_ids=None, query_positions=None, key_value_positions=None,
-    mask_mod=None, score_mod=None, mod_args=(),
+    deterministic=None, **visibility: Any,
 ) -> tuple[Options, Operands]:  # fmt: skip
-    """Checks every argument of `multi_head_attention`; raises as its docstring says."""
+    """Checks every argument of `multi_head_attention`, `visibility` in `mask_of`; raises as it says."""
     # inputs and parameters: of one dtype, with a size for every letter
     given = {"query": query, "key": key, "value": value}
     inputs = {n: checks.floating(operator, n, x) for n, x in given.items() if x is not None}
@@ -67,14 +64,9 @@ def prepare(
         bias = bias_plane(operator, bias, of_plane, None)
     if mask is not None:  # the heads that it is sharded with are made under the rule
         mask = plane(operator, "mask", checks.boolean_mask(operator, mask), of_plane, None)
-    flags = {
-        "add_zero_attn": add_zero_attn,
-        "add_residual": add_residual,
-        "return_weights": return_weights,
-        "average_weights": average_weights,
-        "return_residual": return_residual,
-    }
-    flags = {name: checks.flag(operator, name, x) for name, x in flags.items()}
+    given = {"add_zero_attn": add_zero_attn, "add_residual": add_residual, "return_weights": return_weights}
+    given |= {"average_weights": average_weights, "return_residual": return_residual}
+    flags = {name: checks.flag(operator, name, x) for name, x in given.items()}
     H, Eo = sizes["H"].value, sizes["Eo"].value
     if flags["add_residual"] and Eo != query.shape[-1]:
         expected = f"have the width {query.shape[-1]} of query, to which it is added"
@@ -87,14 +79,7 @@ def prepare(
         expected = "be known where params.query_kernel is None"
         remedy = "multiply query by it, hand the keys over by themselves, and pass scale=1.0"
         raise TypeError(checks.message(operator, "scale", expected, "a traced array", remedy))
-    like = Like(query, -2, None)
-    seen, score_mod = mask_of(
-        operator, like, of_plane, is_causal=is_causal, local_window_size=local_window_size,
-        query_seq_lengths=query_seq_lengths, key_value_seq_lengths=key_value_seq_lengths,
-        query_segment_ids=query_segment_ids, key_value_segment_ids=key_value_segment_ids,
-        query_positions=query_positions, key_value_positions=key_value_positions, mask_mod=mask_mod,
-        score_mod=score_mod, mod_args=mod_args,
-    )  # fmt: skip
+    seen, score_mod = mask_of(operator, Like(query, -2, None), of_plane, **visibility)
     dense = dot_product.options_of(
         operator, known_scale, query.dtype, logits_soft_cap, dropout_rate, broadcast_dropout, precision,
         deterministic_sums, deterministic, score_mod,
@@ -104,14 +89,10 @@ def prepare(
     options = Options(
         dense,
         N,
-        flags["add_zero_attn"],
-        checks.rate(operator, "out_dropout_rate", out_dropout_rate),
-        flags["add_residual"],
-        flags["return_weights"],
-        flags["average_weights"],
-        checks.choice(operator, "save", save, SAVE),
-        flags["return_residual"],
-        rotary_embedding.checked(operator, rotary, H),
+        out_dropout_rate=checks.rate(operator, "out_dropout_rate", out_dropout_rate),
+        save=checks.choice(operator, "save", save, SAVE),
+        rotary=rotary_embedding.checked(operator, rotary, H),
+        **flags,
     )
     rates = {"dropout_rate": options.attention.dropout_rate, "out_dropout_rate": options.out_dropout_rate}
     columns = S + options.appended_rows(operands)

@@ -32,15 +32,14 @@ def case(
     name: str,
     given: tuple[str, ...] = (*INPUTS, *KERNELS, *BIASES),
     *,
-    tags: tuple[str, ...] = ("ci",),
     extra: Callable | None = None,
     sizes: Mapping[str, Any] | None = None,
-    dtype: str = "bfloat16",
-    means: Mapping[str, float] | None = None,
-    times: Mapping[str, float] | None = None,
     **options: Any,
 ) -> Case:
-    """Returns a case; `given` names the arrays, `extra(rng, sizes) -> {argument: array}` adds others."""
+    """Returns a case of these options, and of `case_of`.
+
+    `given` names the arrays, `extra(rng, sizes) -> {argument: array}` adds others.
+    """
     n = {**_SIZES, **(sizes or {})}
 
     def build(rng):
@@ -55,7 +54,7 @@ def case(
             arrays[argument] = rng.normal(0, spread, shape)
         return arrays | (extra(rng, n) if extra else {})
 
-    return Case(name, build, options, frozenset(tags), dtype, means=means or {}, times=times or {})
+    return draw.case_of(name, build, **options)
 
 
 KEY = draw.dropout_key(3, 5)

@@ -48,12 +48,6 @@ def unsupported(options: Options, operands: Operands, dtypes: tuple[str, ...]) -
     return None
 
 
-def planes_of(operands: Operands) -> dict[str, jax.Array]:
-    """Returns the mask and the bias that are given, by name."""
-    planes = (("mask", operands.mask), ("bias", operands.bias))
-    return {name: plane for name, plane in planes if plane is not None}
-
-
 def read_arrays(x: jax.Array, planes: dict[str, jax.Array]) -> list[jax.Array]:
     """Lists what a kernel reads: x, and each plane for all columns, masks as int8."""
     arrays = [x]

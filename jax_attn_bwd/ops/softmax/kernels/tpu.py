@@ -138,10 +138,8 @@ def _kernel(options: Options, planes: tuple[str, ...], first_row, x_ref, *refs) 
         # the bias, and what hides: a bias of -inf, the mask, the band
         if "bias" in inputs:
             bias = inputs["bias"][:, columns].astype(jnp.float32)
-            z, terms = (
-                z + (bias if weight == 1 else bias * weight),
-                [jnp.broadcast_to(bias, z.shape) != -jnp.inf],
-            )
+            z = z + (bias if weight == 1 else bias * weight)
+            terms.append(jnp.broadcast_to(bias, z.shape) != -jnp.inf)
         if "mask" in inputs:
             terms.append(jnp.broadcast_to(inputs["mask"][:, columns].astype(jnp.int32), z.shape) != 0)
         if options.is_causal or options.window:
