@@ -11,8 +11,7 @@ import numpy as np
 from jax_attn_bwd._core import checks
 from jax_attn_bwd._core.jaxpr import intervals
 from jax_attn_bwd._core.types import Integers
-from jax_attn_bwd.mods.masks import Mask
-from jax_attn_bwd.mods.mod import Read
+from jax_attn_bwd.mods.masks import Mask, Read
 from jax_attn_bwd.ops.dot_product.mod_functions import ReadSizes
 from jax_attn_bwd.ops.graph.structure import BipartiteCSC
 

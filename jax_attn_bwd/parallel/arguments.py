@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jax_attn_bwd._core import checks, dropout, numerics, pallas
-from jax_attn_bwd._core.sharding import varying
+from jax_attn_bwd._core import checks, dropout, numerics
+from jax_attn_bwd._core.sharding import vary_over, varying
 from jax_attn_bwd._core.types import SequenceLayout
 from jax_attn_bwd.ops.dot_product import arguments as dot_product
 from jax_attn_bwd.ops.dot_product.arguments import Like, both_or_neither, plane
@@ -158,8 +158,7 @@ def _narrow(operator: str, ids: dict[str, Any], tokens: tuple[Any, Any], axis_na
     for (argument, x), of in zip(ids.items(), tokens, strict=True):
         x, length = checks.integers(operator, argument, x), jnp.shape(of)[-3] if jnp.ndim(of) > 2 else 1
         checks.broadcasts(operator, argument, x, "[..., length]", (*jnp.shape(of)[:-3], length))
-        x = pallas.vary_alike((jnp.broadcast_to(x, (*jnp.shape(of)[:-3], length)), device))[0]
-        rows.append(lax.all_gather(x, axis_name, axis=x.ndim - 1, tiled=True))
+        rows.append(whole_rows(axis_name, jnp.broadcast_to(x, (*jnp.shape(of)[:-3], length))))
         lengths.append(length)
     found = zip(numerics.ranks(*rows), lengths, strict=True)
     return [lax.dynamic_slice_in_dim(x, device * length, length, x.ndim - 1) for x, length in found]
@@ -178,6 +177,11 @@ def _plane(operator: str, argument: str, x, T: int, S: int, n: int, device) -> t
     if rows == T * n and n > 1:
         x = lax.dynamic_slice_in_dim(x, device * T, T, axis=-2)
     return x, False
+
+
+def whole_rows(axis_name: str, x: jax.Array) -> jax.Array:
+    """Gathers `[..., length]` of all devices: `[..., n * length]`."""
+    return lax.all_gather(vary_over(x, {axis_name}), axis_name, axis=x.ndim - 1, tiled=True)
 
 
 def token_index(positions: jax.Array | None, length: int, batch_rank: int, device: jax.Array) -> jax.Array:

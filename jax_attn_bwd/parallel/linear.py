@@ -210,14 +210,6 @@ class Shard(NamedTuple):
     kept: jax.Array  # F, [..., N, H, H], or its diagonal, [..., N, H, 1]
 
 
-class ShardResiduals(NamedTuple):
-    """What the forward leaves for the backward."""
-
-    residuals: Residuals
-    reads: jax.Array
-    kept: jax.Array
-
-
 def _with_columns(operands: Operands) -> Operands:
     """Returns the operands with H more columns of the value, 0 each, that begin with the state I."""
     value, (H, Hv) = operands.value, (operands.key.shape[-1], operands.value.shape[-1])
@@ -313,11 +305,12 @@ def _forward(cut, operands, wanted):
     out, final, states = tie((out, final, states), operands)
     out, final = (checkpoint_name(x, "attention_out") for x in (out, final))
     states, reads, kept = (checkpoint_name(x, "attention_states") for x in (states, block.reads, block.kept))
-    return (out, final), ShardResiduals(Residuals(operands, states), reads, kept)
+    return (out, final), (Residuals(operands, states), reads, kept)
 
 
 def _backward(cut, saved, wanted, cotangents):
-    (operands, states), reads, kept = saved
+    residuals, reads, kept = saved
+    operands, _ = residuals
     (*batch, _, N, Hv), H = operands.value.shape, reads.shape[-1]
     dout, dfinal = cotangents
 
@@ -335,7 +328,7 @@ def _backward(cut, saved, wanted, cotangents):
 
     # from there on as one device
     backward = backend.named(IMPLEMENTATIONS, cut.plan.implementation).backward
-    grads = backward(cut.plan, saved.residuals, wanted - {"initial_state"}, dout, dstate)
+    grads = backward(cut.plan, residuals, wanted - {"initial_state"}, dout, dstate)
     if "initial_state" in wanted:
         dfirst = jnp.where(lax.axis_index(cut.axis_name) == 0, dfirst, 0)
         grads["initial_state"] = match_type(dfirst, operands.initial_state)
@@ -344,8 +337,8 @@ def _backward(cut, saved, wanted, cotangents):
 
 def _tangent(cut, saved, tangents):
     # those of o, D, r and F, by the columns whether or not there is a delta rule
-    operands, Hv = saved.residuals.operands, saved.residuals.operands.value.shape[-1]
-    columns, more = _with_columns(operands), operands.key.shape[-1]
+    (operands, _), *_ = saved
+    Hv, columns, more = operands.value.shape[-1], _with_columns(operands), operands.key.shape[-1]
     along = tangents._replace(initial_state=None)
     if along.value is not None:
         along = along._replace(value=_padded(along.value, more))

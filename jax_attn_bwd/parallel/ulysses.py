@@ -16,7 +16,7 @@ from jax import lax
 from jax_attn_bwd._core import checks
 from jax_attn_bwd._core.sharding import vary_over
 from jax_attn_bwd.ops.dot_product import dot_product_attention
-from jax_attn_bwd.parallel.arguments import Exchange, beginning_at, prepare
+from jax_attn_bwd.parallel.arguments import Exchange, beginning_at, prepare, whole_rows
 
 
 def attend(
@@ -101,12 +101,7 @@ def _whole(exchange: Exchange, x: Any, length: int) -> jax.Array | None:
     if x is None:
         return None
     x = jnp.asarray(x)
-    return _gathered_columns(exchange, jnp.broadcast_to(x, (*x.shape[:-1], length)))
-
-
-def _gathered_columns(exchange: Exchange, x: jax.Array) -> jax.Array:
-    x = vary_over(x, {exchange.axis_name})
-    return lax.all_gather(x, exchange.axis_name, axis=x.ndim - 1, tiled=True)
+    return whole_rows(exchange.axis_name, jnp.broadcast_to(x, (*x.shape[:-1], length)))
 
 
 def _plane(
@@ -122,7 +117,7 @@ def _plane(
         remedy = "or the rows of this device's queries for each head; else use ring_attention"
         raise ValueError(checks.message(operator, argument, expected, x.shape, remedy))
     if of_keys:
-        x = _gathered_columns(exchange, x)
+        x = whole_rows(exchange.axis_name, x)
     if by_rows:
         return _exchanged(exchange, x, -3, -2)
     return x if heads == 1 else _own_heads(exchange, x, -3)

@@ -40,14 +40,6 @@ class AppendedRows(NamedTuple):
         return blockwise.split_rows(x, self.query.shape[-3])
 
 
-class RowGrads(NamedTuple):
-    """The gradients that the appended rows give; None = not asked."""
-
-    bias_k: jax.Array | None  # [K, H]
-    bias_v: jax.Array | None  # [K, Hv]
-    query: jax.Array | None  # [..., T, N, H], a share of the projected queries' gradient
-
-
 def rows(options: Options, operands: Operands, inner: dot_product.Operands) -> AppendedRows | None:
     """Returns the appended rows; None if there are none."""
     R, sizes = options.appended_rows(operands), inner.sizes
@@ -139,8 +131,8 @@ def gradients(
     dout: jax.Array,
     dp: jax.Array,
     delta: jax.Array,
-) -> RowGrads:
-    """Returns what the rows give to those gradients that are in `wanted`.
+) -> dict[str, jax.Array]:
+    """Returns those gradients that are in `wanted`, by name; of "query" a share, `[..., T, N, H]`.
 
     Args:
       p: `[..., K, G, T, R]`, the rows' probabilities.
@@ -155,14 +147,14 @@ def gradients(
         dx = dx * (1 - tanh * tanh)
 
     # of the first row, which is the given one, and of all queries
-    bias_k = bias_v = query = None
+    found = {}
     if "bias_k" in wanted:
-        bias_k = matmul_over_rows("kgtr", "kgth", "rkh", dx, rows.query, options.precision)[0]
+        found["bias_k"] = matmul_over_rows("kgtr", "kgth", "rkh", dx, rows.query, options.precision)[0]
     if "bias_v" in wanted:
-        bias_v = matmul_over_rows("kgtr", "kgth", "rkh", rows.dropped(p), dout, options.precision)[0]
+        found["bias_v"] = matmul_over_rows("kgtr", "kgth", "rkh", rows.dropped(p), dout, options.precision)[0]
     if "query" in wanted:
-        query = blockwise.merge_heads(_over_rows(options, dx, rows.keys))
-    return RowGrads(bias_k, bias_v, query)
+        found["query"] = blockwise.merge_heads(_over_rows(options, dx, rows.keys))
+    return found
 
 
 def tangent_sums(

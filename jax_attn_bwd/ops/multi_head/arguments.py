@@ -1,6 +1,6 @@
 """From the arguments of a call to checked `Options` and `Operands`."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
@@ -27,13 +27,6 @@ _SHAPES = {
 _WIDTHS = {"query_kernel": "query", "key_kernel": "key", "value_kernel": "value"}
 
 
-class _NamedSize(NamedTuple):
-    """A size and where it comes from."""
-
-    value: Any
-    source: str
-
-
 def prepare(
     operator: str, params, query, key, value, *, num_heads, bias, mask, scale, add_zero_attn, dropout_rate,
     out_dropout_rate, dropout_key, dropout_offset, add_residual, return_weights, average_weights,
@@ -55,8 +48,7 @@ def prepare(
     query = operands.query
     sizes = _sizes(operator, params, operands, num_heads)
     *batch, T, _ = query.shape
-    S = operands.inputs[1].shape[-2]
-    N = sizes["N"].value
+    S, N = operands.inputs[1].shape[-2], sizes["N"]
 
     # planes, flags, and whether they fit together
     of_plane = Sizes(tuple(batch), T, S, 1, N)  # mask functions are checked as for one key head
@@ -67,7 +59,7 @@ def prepare(
     given = {"add_zero_attn": add_zero_attn, "add_residual": add_residual, "return_weights": return_weights}
     given |= {"average_weights": average_weights, "return_residual": return_residual}
     flags = {name: checks.flag(operator, name, x) for name, x in given.items()}
-    H, Eo = sizes["H"].value, sizes["Eo"].value
+    H, Eo = sizes["H"], sizes["Eo"]
     if flags["add_residual"] and Eo != query.shape[-1]:
         expected = f"have the width {query.shape[-1]} of query, to which it is added"
         raise ValueError(checks.message(operator, "the output, with add_residual,", expected, Eo))
@@ -133,14 +125,15 @@ def _params(operator: str, params: Any) -> MultiHeadAttentionParams:
     return MultiHeadAttentionParams(**checked)
 
 
-def _sizes(operator: str, params, operands: Operands, num_heads: Any) -> dict[str, _NamedSize]:
+def _sizes(operator: str, params, operands: Operands, num_heads: Any) -> dict[str, Any]:
     """Returns the size of every shape letter; raises where two sources disagree."""
-    sizes: dict[str, _NamedSize] = {}
+    sizes: dict[str, Any] = {}
+    sources: dict[str, str] = {}
 
     def settle(letter: str, value: Any, source: str) -> None:
-        known = sizes.setdefault(letter, _NamedSize(value, source))
-        if known.value != value:
-            expected = f"have {letter} = {known.value}, as {known.source}"
+        known, first = sizes.setdefault(letter, value), sources.setdefault(letter, source)
+        if known != value:
+            expected = f"have {letter} = {known}, as {first}"
             raise ValueError(checks.message(operator, source, expected, value))
 
     checks.rank(operator, "query", operands.query, "[..., T, Eq]", least=2)
@@ -170,14 +163,12 @@ def _sizes(operator: str, params, operands: Operands, num_heads: Any) -> dict[st
     if "N" not in sizes:
         expected = "be given where neither query nor the output is projected"
         raise ValueError(checks.message(operator, "num_heads", expected, None))
-    K = sizes.setdefault("K", _NamedSize(1, "one key head for all queries")).value
-    N = sizes["N"].value
+    N, K = sizes["N"], sizes.setdefault("K", 1)  # one key head for all queries
     if K < 1 or N % K:
         expected = "be a positive multiple of the key heads K"
-        remedy = f"{sizes['K'].source} has K = {K}"
+        remedy = f"{sources['K']} has K = {K}"
         raise ValueError(checks.message(operator, "query heads N", expected, N, remedy))
-    sizes.setdefault("Eo", _NamedSize(N * sizes["Hv"].value, "heads * value size"))
-    return sizes
+    return {"Eo": N * sizes["Hv"], **sizes}
 
 
 def _check_explicit_sharding(operator: str, operands: Operands) -> None:

@@ -150,11 +150,11 @@ def _undo_output(options, through, residuals, inner, live, dout, dweights):
     if rows is not None:
         wanted = (through.names & {"query"}) | (residuals.wanted.names & {"bias_k", "bias_v"})
         found = appended.gradients(options, rows, wanted, p.rows, dz, dp.rows, delta)
-        grads |= {name: x for name in ("bias_k", "bias_v") for x in [getattr(found, name)] if x is not None}
-        shares = Shares(query=found.query)
+        shares = Shares(query=found.pop("query", None))
+        grads |= found
     if plane is not None:
-        found = Shares(**blockwise.gradients(plane, through.names, p.keys, dz, dp.keys, delta))
-        shares = Shares(*map(_add, shares, found))
+        found = blockwise.gradients(plane, through.names, p.keys, dz, dp.keys, delta)
+        shares = Shares(*map(_add, shares, Shares(**found)))
     if "sink" in through.names:
         dsink = blockwise.gradient_of_sink(inner.sink, result, blockwise.merge_rows(delta[..., 0]))
         shares = shares._replace(sink=dsink)

@@ -61,18 +61,11 @@ def run(
     def kernel(*refs):
         first = pl.program_id(len(lead)) * size
 
-        def group(start, count):
+        def group(start, count, _):
             views = (x if x.shape[0] == 1 else x.at[pl.ds(start, count)] for x in refs)
             body(first + start, *views)
 
-        whole, rest = divmod(size, _GROUP)
-        if whole > 1:
-            step = lambda i, _: group(pl.multiple_of(i * _GROUP, _GROUP), _GROUP)
-            lax.fori_loop(jnp.int32(0), jnp.int32(whole), step, None)
-        elif whole:
-            group(0, _GROUP)
-        if rest:
-            group(whole * _GROUP, rest)
+        in_turn(size, _GROUP, group, None)
 
     # with float32 scratch for a block, if it is asked for
     arrays = pallas.vary_alike(tuple(arrays))
@@ -95,24 +88,23 @@ def as_rows(x: jax.Array) -> jax.Array:
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
+def in_turn(n: int, size: int, step: Callable[[Any, int, Any], Any], carry: Any) -> Any:
+    """Runs `carry = step(start, count, carry)` over `size` of n at a time, in a loop, and what is left."""
+    whole, rest = divmod(n, size)
+    if whole > 1:
+        part = lambda i, carry: step(pl.multiple_of(i * size, min(size, LANES)), size, carry)
+        carry = lax.fori_loop(jnp.int32(0), jnp.int32(whole), part, carry)
+    elif whole:
+        carry = step(0, size, carry)
+    return step(whole * size, rest, carry) if rest else carry
+
+
 def over_columns(shape: tuple[int, int], step: Callable[[Any, Any], Any], carry: Any) -> Any:
     """Runs `carry = step(columns, carry)` over slices of columns that cover a block of `shape`."""
-    # slices of as many lanes as registers hold, in a loop, and what is left of them
+    # of as many lanes as registers hold
     rows, width = shape
     size = LANES * max(1, _REGISTERS // -(-rows // 8))
-    whole = width // size
-    if whole > 1:
-        carry = lax.fori_loop(
-            jnp.int32(0),
-            jnp.int32(whole),
-            lambda i, carry: step(pl.ds(pl.multiple_of(i * size, LANES), size), carry),
-            carry,
-        )
-    elif whole:
-        carry = step(pl.ds(0, size), carry)
-    if width % size:
-        carry = step(pl.ds(whole * size, width % size), carry)
-    return carry
+    return in_turn(width, size, lambda start, count, carry: step(pl.ds(start, count), carry), carry)
 
 
 def _softmax(options: Options, interpret: bool, x: jax.Array, planes: dict) -> jax.Array:
