@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
+from jax_attn_bwd._core.trees import floats
+
 
 def _type(x: Any) -> jax.core.ShapedArray:
     return x if isinstance(x, jax.core.ShapedArray) else jax.typeof(x)
@@ -68,6 +70,12 @@ def match_type(cotangent: jax.Array, primal: Any) -> jax.Array:
     if jax.typeof(cotangent).sharding != sharding and not sharding.mesh.empty:
         cotangent = jax.sharding.reshard(cotangent, sharding)
     return cotangent.astype(primal.dtype)
+
+
+def match_types(cotangents: dict[str, Any], operands: Any) -> dict[str, Any]:
+    """Returns `cotangents`, by name, with the types of the floats in these `operands`."""
+    like = lambda name: floats(getattr(operands, name))
+    return {name: jax.tree.map(match_type, x, like(name)) for name, x in cotangents.items()}
 
 
 def explicit_spec(x: jax.Array) -> tuple:

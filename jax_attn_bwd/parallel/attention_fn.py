@@ -104,11 +104,9 @@ class _Axes:
 
     def spec(self, x: jax.Array, batch_rank: int, tail: tuple[Any, ...]) -> PartitionSpec:
         """Returns the spec of an array whose axes are those of the batch, then `tail`, or the last ones."""
-        full = ((self.batch, *((),) * batch_rank)[:batch_rank], tail)
-        names = (*full[0], *full[1])[batch_rank + len(tail) - x.ndim :]
-        return PartitionSpec(
-            *(axis or None if n > 1 else None for axis, n in zip(names, x.shape, strict=True))
-        )
+        names = [*(self.batch, *((),) * batch_rank)[:batch_rank], *tail]
+        sizes = zip(names[len(names) - x.ndim :], x.shape, strict=True)
+        return PartitionSpec(*(axis or None if n > 1 else None for axis, n in sizes))
 
 
 @dataclass(frozen=True)
@@ -167,9 +165,8 @@ def _attend(mesh: Any, axes: _Axes, kind: str, query, key, value, bias, mask, **
         if name in ("bias", "mask"):
             extra = max(0, x.ndim - query.ndim)  # axes of size 1: `jax.nn` wants them where there is no batch
             arrays[name] = x = x.reshape(x.shape[extra:]) if x.shape[:extra] == (1,) * extra else x
-        specs[name] = (
-            axes.spec(x, rank, _tail(axes, kind, name, x)) if name != "dropout_key" else PartitionSpec()
-        )
+        of_array = name != "dropout_key"
+        specs[name] = axes.spec(x, rank, _tail(axes, kind, name, x)) if of_array else PartitionSpec()
         if AxisType.Explicit in mesh.axis_types:
             arrays[name] = jax.sharding.reshard(arrays[name], NamedSharding(mesh, specs[name]))
     # functions are static; what they read lies whole on every device

@@ -42,7 +42,7 @@ def attend(
     for name, x in planes.items():
         if x is not None:
             x = checks.floating(operator, name, x) if name == "bias" else checks.boolean_mask(operator, x)
-            planes[name] = _plane(operator, name, exchange, x, N, T, S)
+            planes[name] = _plane(operator, name, exchange, x, T, S)
 
     ids: tuple[Any, Any] = query_segment_ids, key_value_segment_ids
     lengths: tuple[Any, Any] = query_seq_lengths, key_value_seq_lengths
@@ -104,9 +104,7 @@ def _whole(exchange: Exchange, x: Any, length: int) -> jax.Array | None:
     return whole_rows(exchange.axis_name, jnp.broadcast_to(x, (*x.shape[:-1], length)))
 
 
-def _plane(
-    operator: str, argument: str, exchange: Exchange, x: jax.Array, N: int, T: int, S: int
-) -> jax.Array:
+def _plane(operator: str, argument: str, exchange: Exchange, x: jax.Array, T: int, S: int) -> jax.Array:
     """Returns a mask or bias of this device's heads, with all rows and columns."""
     n = exchange.size
     heads, rows, columns = (1, 1, 1, *x.shape)[-3:]

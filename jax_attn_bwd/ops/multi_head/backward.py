@@ -43,7 +43,7 @@ from jax_attn_bwd._core import trees
 from jax_attn_bwd._core.numerics import accumulator_dtype, reduce_to, to_rank
 from jax_attn_bwd._core.products import accumulated, sum_of_products
 from jax_attn_bwd._core.rotary import rotate
-from jax_attn_bwd._core.sharding import match_type, reshard_like
+from jax_attn_bwd._core.sharding import match_types, reshard_like
 from jax_attn_bwd.ops.dot_product import blockwise
 from jax_attn_bwd.ops.dot_product.spec import DotProductAttentionGrads as Shares
 from jax_attn_bwd.ops.multi_head import appended
@@ -160,13 +160,8 @@ def _undo_output(options, through, residuals, inner, live, dout, dweights):
         shares = shares._replace(sink=dsink)
 
     # dense attention sums these over the shards that share them, so what joins them must be summed
-    matched = {
-        name: jax.tree.map(match_type, x, trees.floats(getattr(inner, name)))
-        for name in ("key", "value", "bias", "sink", "mod_args")
-        for x in [getattr(shares, name)]
-        if x is not None
-    }
-    return grads, da, shares._replace(**matched)
+    joined = {name: x for name, x in shares._asdict().items() if x is not None and name != "query"}
+    return grads, da, shares._replace(**match_types(joined, inner))
 
 
 def _probabilities(options, residuals, inner, rows, plane) -> _Columns:
@@ -251,17 +246,12 @@ def _undo_projections(options, residuals, clean, grads, shares):
             grads[source] = _add(grads.get(source), dx)
 
     # in the types of the arguments
-    grads |= {"bias": shares.bias, "sink": shares.sink}
+    grads |= {"bias": shares.bias, "sink": shares.sink, "mod_args": shares.mod_args}
     found = {}
-    for name in sorted(wanted - {"mod_args"}):
-        grad, primal = grads.get(name), getattr(operands, name)
+    for name in sorted(wanted):
+        primal, grad = trees.floats(getattr(operands, name)), grads.get(name)
         if grad is None:  # no cotangent leads there
-            grad = jnp.zeros_like(primal)
-        elif grad.shape != primal.shape:  # rows that were handed to several heads get the sum of theirs
-            grad = reduce_to(grad, primal.shape)
-        found[name] = match_type(grad, primal)
-    if "mod_args" in wanted:
-        numbers = trees.floats(operands.mod_args)  # those that have a gradient
-        args = jax.tree.map(jnp.zeros_like, numbers) if shares.mod_args is None else shares.mod_args
-        found["mod_args"] = jax.tree.map(match_type, args, numbers)
-    return found
+            grad = jax.tree.map(jnp.zeros_like, primal)
+        # rows that were handed to several heads get the sum of theirs
+        found[name] = jax.tree.map(lambda x, like: reduce_to(x, like.shape), grad, primal)
+    return match_types(found, operands)

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -93,25 +93,18 @@ def by_kernels(
     return run(_forward), run(_backward)
 
 
-class Exponent(NamedTuple):
-    """Probabilities are exp2(slope * (z - max z)) of z = factor * x + weight * bias."""
+def exponent(options: Options, has_bias: bool) -> tuple[float, float, float]:
+    """Picks where the scale goes: returns (factor, slope, weight).
 
-    factor: float
-    slope: float
-    weight: float
-
-
-def exponent(options: Options, has_bias: bool) -> Exponent:
-    """Picks where the scale goes.
-
-    Differences to the maximum are scaled, not logits, where that is exact: without a bias, with a scale that
-    takes an overflowed difference far below zero and leaves none of them NaN. With a bias, logits are in a
-    unit in which they do not overflow.
+    Probabilities are exp2(slope * (z - max z)) of z = factor * x + weight * bias. Differences to the maximum
+    are scaled, not logits, where that is exact: without a bias, with a scale that takes an overflowed
+    difference far below zero and leaves none of them NaN. With a bias, logits are in a unit in which they do
+    not overflow.
     """
     scale = 1.0 if options.scale is None else options.scale
     slope = math.log2(math.e)
     if has_bias:
-        return Exponent(scale / options.unit, slope * options.unit, 1.0 / options.unit)
+        return scale / options.unit, slope * options.unit, 1.0 / options.unit
     if _TINY <= abs(scale) <= 1 / _TINY:
-        return Exponent(math.copysign(1.0, scale), slope * abs(scale), 1.0)
-    return Exponent(scale, slope, 1.0)
+        return math.copysign(1.0, scale), slope * abs(scale), 1.0
+    return scale, slope, 1.0
