@@ -134,11 +134,8 @@ def gradients(
 ) -> dict[str, jax.Array]:
     """Returns those gradients that are in `wanted`, by name; of "query" a share, `[..., T, N, H]`.
 
-    Args:
-      p: `[..., K, G, T, R]`, the rows' probabilities.
-      dout: `[..., K, G, T, Hv]`, cotangent of the attention's output.
-      dp: `[..., K, G, T, R]`, cotangent of the probabilities.
-      delta: `[..., K, G, T, 1]`.
+    `p` and `dp`, `[..., K, G, T, R]`, are the rows' probabilities and their cotangent, `dout`
+    `[..., K, G, T, Hv]` that of the attention's output, and `delta` is `[..., K, G, T, 1]`.
     """
     # (9): the cotangent of the logits
     dx = options.attention.scale * p * (dp - delta)
@@ -167,12 +164,9 @@ def tangent_sums(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Computes what the rows add to the sums of the tangent, by (16), (17) of `tangent.py`.
 
-    Args:
-      result: that with the appended rows.
-      dq: `[..., T, N, H]`, tangent of the projected queries; None = 0, as in `along`.
-
-    Returns:
-      (dx `[..., K, G, T, R]`, the share of total `[..., T, N, Hv]`, that of mu `[..., T, N]`).
+    `result` is that with the appended rows; `dq [..., T, N, H]`, the tangent of the projected queries, may be
+    None for 0, as those of `along`. Returns (dx `[..., K, G, T, R]`, the share of total `[..., T, N, Hv]`,
+    that of mu `[..., T, N]`).
     """
     # (16)
     p, scale, terms = probabilities(options, rows, result), options.attention.scale, []

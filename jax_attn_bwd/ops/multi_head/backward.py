@@ -116,9 +116,8 @@ def _add(x: Any, y: Any) -> Any:
 def _undo_output(options, through, residuals, inner, live, dout, dweights):
     """Computes (5) to (8), (10), (11).
 
-    Returns:
-      the layer's gradients that are whole here, by name; da; and shares of the gradients of dense attention's
-      operands, to which its backward over the tiles adds the rest.
+    Returns (the layer's gradients that are whole here, by name; da; shares of the gradients of dense
+    attention's operands, to which its backward over the tiles adds the rest).
     """
     # (5), (6): the output projection
     operands, result = residuals.operands, residuals.residual.attention()
