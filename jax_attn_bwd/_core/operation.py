@@ -8,6 +8,7 @@ what is differentiated, and the operation of both modes (`forward_mode`).
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import compress
 from typing import Any
 
 import jax
@@ -68,22 +69,16 @@ class Operation:
         wanted = frozenset(name for name in self.differentiable if any(map(moves, leaves(name))))
         operands = jax.tree.map(lambda x: x.value if is_wrapped(x) else x, given, is_leaf=is_wrapped)
         outputs, saved = self.forward(static, operands, wanted)
-        if not self.differentiable:
-            return outputs, (saved, None)
-        return outputs, (saved, encode_flags([name in wanted for name in self.differentiable]))
+        flags = [name in wanted for name in self.differentiable]
+        return outputs, (saved, encode_flags(flags) if flags else None)
 
     def _bwd(self, static: Any, residuals: Any, cotangents: Any) -> tuple[Any]:
         """Runs the backward rule."""
         saved, flags = residuals
+        found = () if flags is None else decode_flags(flags, len(self.differentiable))
+        wanted = frozenset(compress(self.differentiable, found))
         cotangents = jax.tree.map(lambda x: None if isinstance(x, SymbolicZero) else x, cotangents)
-        return (self.backward(static, saved, self._names(flags), cotangents),)
-
-    def _names(self, flags: Any) -> Names:
-        """Returns which operands the flags of the residuals tell to be differentiated."""
-        if flags is None:
-            return frozenset()
-        found = decode_flags(flags, len(self.differentiable))
-        return frozenset(name for name, is_set in zip(self.differentiable, found, strict=True) if is_set)
+        return (self.backward(static, saved, wanted, cotangents),)
 
     def _run_in_both_modes(self, static: Hashable, operands: Any) -> Any:
         args, tree = jax.tree.flatten(operands)

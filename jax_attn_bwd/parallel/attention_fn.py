@@ -18,6 +18,7 @@ from jax_attn_bwd._core.sharding import reshard_like
 from jax_attn_bwd._core.types import ExchangeKind, SequenceLayout
 from jax_attn_bwd.layers import attention_fn as layers
 from jax_attn_bwd.ops.dot_product import dot_product_attention
+from jax_attn_bwd.ops.dot_product.arguments import drop_leading_ones
 from jax_attn_bwd.ops.dot_product.mask import AXES
 from jax_attn_bwd.parallel import layouts
 from jax_attn_bwd.parallel.arguments import beginning_at
@@ -163,8 +164,7 @@ def _attend(mesh: Any, axes: _Axes, kind: str, query, key, value, bias, mask, **
     specs = {}
     for name, x in arrays.items():
         if name in ("bias", "mask"):
-            extra = max(0, x.ndim - query.ndim)  # axes of size 1: `jax.nn` wants them where there is no batch
-            arrays[name] = x = x.reshape(x.shape[extra:]) if x.shape[:extra] == (1,) * extra else x
+            arrays[name] = x = drop_leading_ones(x, query.ndim)
         of_array = name != "dropout_key"
         specs[name] = axes.spec(x, rank, _tail(axes, kind, name, x)) if of_array else PartitionSpec()
         if AxisType.Explicit in mesh.axis_types:
