@@ -300,14 +300,12 @@ def explain(f: Callable[..., Any], *args: Any, platform: str | None = None, **kw
 
     # the first `select` that is come by ends the trace
     aimed = contextlib.nullcontext() if platform is None else targets.aimed_at(platform)
-    token = _explaining.set(True)
+    explaining = choices.during(_explaining, True)
     try:
-        with aimed, jax.disable_jit():  # a cached trace would not come by `select` again
+        with aimed, explaining, jax.disable_jit():  # a cached trace would not come by `select` again
             jax.eval_shape(call, *(_on_ambient_mesh(leaves[i]) for i in traced))
     except _Explained as explained:
         return explained.reasons
-    finally:
-        _explaining.reset(token)
     raise ValueError(f"explain: {f!r} calls no operator of jax_attn_bwd")
 
 

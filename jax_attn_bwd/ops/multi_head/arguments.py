@@ -11,7 +11,7 @@ from jax_attn_bwd.ops.dot_product.arguments import Like, bias_plane, mask_of, pl
 from jax_attn_bwd.ops.dot_product.spec import Sizes
 from jax_attn_bwd.ops.multi_head.spec import INPUTS, PARAMS, SAVE, MultiHeadAttentionParams, Operands, Options
 
-_SHAPES = {
+SHAPES = {
     "query_kernel": ("Eq", "N", "H"),
     "query_bias": ("N", "H"),
     "key_kernel": ("Ek", "K", "H"),
@@ -107,7 +107,7 @@ def _params(operator: str, params: Any) -> MultiHeadAttentionParams:
     for name, x in params._asdict().items():
         if x is not None:
             checked[name] = x = checks.floating(operator, f"params.{name}", x)
-            letters = _SHAPES[name]
+            letters = SHAPES[name]
             names, flat = ", ".join(letters), x.ndim == 2 and len(letters) == 3
             remedy = f"write kernel.reshape({names})" if flat else ""
             checks.rank(operator, f"params.{name}", x, f"[{names}]", len(letters), remedy=remedy)
@@ -146,7 +146,7 @@ def _sizes(operator: str, params, operands: Operands, num_heads: Any) -> dict[st
         checks.shape(operator, name, x, letters, (*batch, S, x.shape[-1]))
     for name, source in _WIDTHS.items():
         if getattr(params, name) is not None:
-            settle(_SHAPES[name][0], inputs[source].shape[-1], source)
+            settle(SHAPES[name][0], inputs[source].shape[-1], source)
     if num_heads is not None:
         settle("N", checks.integer(operator, "num_heads", num_heads, least=1), "num_heads")
     # A missing kernel hands the input to every head: its width is the head size.
@@ -154,7 +154,7 @@ def _sizes(operator: str, params, operands: Operands, num_heads: Any) -> dict[st
         settle("H", inputs["query"].shape[-1], "query, which has no kernel,")
     for name, x in params._asdict().items():
         if x is not None:
-            for letter, n in zip(_SHAPES[name], x.shape, strict=True):
+            for letter, n in zip(SHAPES[name], x.shape, strict=True):
                 settle(letter, n, f"params.{name}")
     if params.key_kernel is None:
         settle("H", inputs["key"].shape[-1], "key, which has no kernel,")
@@ -187,7 +187,7 @@ def _check_explicit_sharding(operator: str, operands: Operands) -> None:
     for name in PARAMS:
         x = getattr(operands, name)
         if x is not None:
-            letters = _SHAPES[name]
+            letters = SHAPES[name]
             for letter, axis in zip(letters, sharding.explicit_spec(x), strict=True):
                 if axis is not None and letter not in ("N", "K", "Eo"):
                     expected = "not be sharded along its widths; heads may be"
@@ -205,7 +205,7 @@ def _check_mesh_axes(operator: str, operands: Operands) -> None:
     projections = [n for n in PARAMS if n.endswith(("_kernel", "_bias"))]
     for name, x in ((n, getattr(operands, n)) for n in projections):
         spec = () if x is None else sharding.explicit_spec(x)
-        for letter, axis in zip(_SHAPES[name], spec, strict=x is not None):
+        for letter, axis in zip(SHAPES[name], spec, strict=x is not None):
             role = "heads" if letter in ("N", "K") else letter
             for m in sharding.names_of(axis):
                 if (other := taken.setdefault(m, role)) != role:
