@@ -61,9 +61,11 @@ def attend(
         offset = (offset.batch, offset.head + first, row, column)
     functions = operands.mask.mask_mod, options.score_mod, operands.mod_args
     # Tokens are exchanged for heads, and each device attends to whole sequences.
+    q, k, v = (_exchanged(exchange, x, -2, -3) for x in (operands.query, operands.key, operands.value))
     out, lse = dot_product_attention(
-        *(_exchanged(exchange, x, -2, -3) for x in (operands.query, operands.key, operands.value)),
-        **planes,
+        q,
+        k,
+        v,
         is_causal=operands.mask.is_causal,
         local_window_size=operands.mask.window,
         query_seq_lengths=lengths[0],
@@ -78,7 +80,7 @@ def attend(
         return_residual=True,
         forward_mode=forward_mode,
         implementation=implementation,
-        **(vars(options) | beginning_at(0, first_head, *functions)),
+        **(planes | vars(options) | beginning_at(0, first_head, *functions)),
     )
     # Heads are exchanged for tokens again.
     out = _exchanged(exchange, out, -3, -2)
