@@ -25,31 +25,17 @@ NAMES = ("xla", "mosaic_tpu", "mosaic_gpu", "cudnn")
 
 @dataclass(frozen=True)
 class Implementation:
-    """One way to run an operator; any forward may be paired with any backward.
+    """One way to run an operator; any forward may be paired with any backward."""
 
-    Attributes:
-      name: what the caller writes in `implementation=`.
-      forward, backward: see the operator's `api.py`.
-      platform: "tpu" or "gpu" for a kernel, None for the portable path.
-      supports: `(options, operands) -> None | reason`; None means that the kernel can run the call.
-      family: the folder of `ops` under which the record of `check --enable` knows a kernel.
-      ran: `() -> when it passed its tests on the generation aimed at`, "" if it has not.
-      sized: `(options, operands) -> arrays` by whose size the record is looked up.
-      any_order: it may add in another order in each run; then bits differ, and it is picked by itself only
-        where `options.deterministic_sums` is False.
-      files: `() -> the kernel files that it runs`, for `explain`.
-    """
-
-    name: str
-    forward: Callable[..., Any]
+    name: str  # what the caller writes in `implementation=`
+    forward: Callable[..., Any]  # see the operator's `api.py`
     backward: Callable[..., Any]
-    platform: str | None = None
-    supports: Callable[[Any, Any], str | None] = lambda options, operands: None
-    family: str = ""
-    ran: Callable[[], str] = lambda: ""
-    sized: Callable[[Any, Any], Any] = lambda options, operands: operands
-    any_order: bool = False
-    files: Callable[[], str] = lambda: ""
+    platform: str | None = None  # "tpu" or "gpu" for a kernel, None for the portable path
+    supports: Callable[[Any, Any], str | None] = lambda options, operands: None  # or why it cannot run a call
+    family: str = ""  # the folder of `ops` under which the record of `check --enable` knows a kernel
+    ran: Callable[[], str] = lambda: ""  # when it passed its tests on the generation aimed at, "" if never
+    any_order: bool = False  # of sums: bits may differ, so None picks it only for `deterministic_sums=False`
+    files: Callable[[], str] = lambda: ""  # the kernel files that it runs, for `explain`
 
 
 def kernel(
@@ -137,16 +123,10 @@ def _why_not_picked(
     kernels = [i for i in implementations if i.platform is not None and not pallas.is_interpreted(i.name)]
     if not kernels:
         return {}
-    size, name = partial(_size, options, operands), operator.removesuffix("_bwd")
+    size, name = partial(records.size_of, operands), operator.removesuffix("_bwd")
     varies = lambda i: i.any_order and options.deterministic_sums
-    candidates = [
-        records.Candidate(i.name, i.family, name, i.ran(), partial(size, i), varies(i)) for i in kernels
-    ]
+    candidates = [records.Candidate(i.name, i.family, name, i.ran(), size, varies(i)) for i in kernels]
     return records.why_not_picked(candidates, NAMES, tell)
-
-
-def _size(options: Any, operands: Any, implementation: Implementation) -> records.Size:
-    return records.size_of(implementation.sized(options, operands))
 
 
 class Reasons(dict[str, str]):
@@ -217,8 +197,8 @@ def select(
         others = refused | _why_not_picked(operator, able, options, operands, tell=False)
         found = {i.name: others.get(i.name, "ok") for i in implementations}
         ways = [_way(i, options, operands, plan) for i in able]
-        size = _size(options, operands, able[-1])
-        raise _Explained(Reasons(found, refused, ways, size, f"{operator} on {targets.device_kind()}"))
+        size, title = records.size_of(operands), f"{operator} on {targets.device_kind()}"
+        raise _Explained(Reasons(found, refused, ways, size, title))
     # the first that can, or the one that is named
     if requested is None:
         others = _why_not_picked(operator, able, options, operands, tell=True)
@@ -299,11 +279,6 @@ def explain(f: Callable[..., Any], *args: Any, platform: str | None = None, **kw
         mosaic_gpu  cannot run  it needs a Hopper GPU (compute capability 9.0), not NVIDIA A100-SXM4-80GB
         xla         picked      whole rows
     """
-    with contextlib.nullcontext() if platform is None else targets.aimed_at(platform):
-        return _explain(f, args, kwargs)
-
-
-def _explain(f: Callable[..., Any], args: Any, kwargs: Any) -> Reasons:
     # arrays are traced, all else is handed over as it is
     leaves, treedef = jax.tree.flatten((args, kwargs))
     traced = [i for i, x in enumerate(leaves) if _is_data(x)]
@@ -324,14 +299,13 @@ def _explain(f: Callable[..., Any], args: Any, kwargs: Any) -> Reasons:
             raise
 
     # the first `select` that is come by ends the trace
-    token = _explaining.set(True)
+    aimed = contextlib.nullcontext() if platform is None else targets.aimed_at(platform)
+    explaining = choices.during(_explaining, True)
     try:
-        with jax.disable_jit():  # a cached trace would not come by `select` again
+        with aimed, explaining, jax.disable_jit():  # a cached trace would not come by `select` again
             jax.eval_shape(call, *(_on_ambient_mesh(leaves[i]) for i in traced))
     except _Explained as explained:
         return explained.reasons
-    finally:
-        _explaining.reset(token)
     raise ValueError(f"explain: {f!r} calls no operator of jax_attn_bwd")
 
 

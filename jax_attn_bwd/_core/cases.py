@@ -23,28 +23,21 @@ Arrays = dict[str, Any]
 class Case:
     """One named call.
 
-    Attributes:
-      name: unique among the operator's cases of a tag.
-      build: `rng -> {argument: array}`; floating arrays are float64.
-      options: the static arguments.
-      tags: who reads it. `jax_attn_bwd.check` reads "check", and on a CPU "means", those that are compared in
-        narrow dtypes alone; see `means`. On the chip at hand `check --enable` reads "large" (many tiles, none
-        of them whole), "poison" (which is run again with NaN where no one looks), "any_order" (what
-        `deterministic_sums=False` allows), and "timed". `tests/cases` names the others.
-      dtype: of the floating arrays where a case is measured or compiled.
-      dtypes: of arguments that have one of their own, whatever the others have.
-      means: what is added to every entry of an argument, or of the cotangent of an output. Numbers without a
-        mean hide an error that all entries of a row share.
-      times: how many times the error of rounding once a gradient has at most, by name, where 3 are too few.
+    Tags tell who reads it. `jax_attn_bwd.check` reads "check", and on a CPU "means", those that are compared
+    in narrow dtypes alone: numbers without a mean hide an error that all entries of a row share. On the chip
+    at hand `check --enable` reads "large" (many tiles, none of them whole), "poison" (which is run again with
+    NaN where no one looks), "any_order" (what `deterministic_sums=False` allows), and "timed". `tests/cases`
+    names the others.
     """
 
-    name: str
-    build: Callable[[np.random.Generator], Arrays]
-    options: Mapping[str, Any] = field(default_factory=dict)
+    name: str  # unique among the operator's cases of a tag
+    build: Callable[[np.random.Generator], Arrays]  # rng -> {argument: array}; floating arrays are float64
+    options: Mapping[str, Any] = field(default_factory=dict)  # the static arguments
     tags: frozenset[str] = frozenset({"ci"})
-    dtype: str = "bfloat16"
-    dtypes: Mapping[str, str] = field(default_factory=dict)
-    means: Mapping[str, float] = field(default_factory=dict)
+    dtype: str = "bfloat16"  # of the floating arrays where a case is measured or compiled
+    dtypes: Mapping[str, str] = field(default_factory=dict)  # of arguments that have one of their own
+    means: Mapping[str, float] = field(default_factory=dict)  # added to an argument, or an output's cotangent
+    # how many times the error of rounding once a gradient has at most, by name, where 3 are too few
     times: Mapping[str, float] = field(default_factory=dict)
 
     def arrays(self, dtype: Any = np.float64, seed: int = 0) -> Arrays:
@@ -54,30 +47,27 @@ class Case:
         return {name: cast(x, self.dtypes.get(name, dtype)) for name, x in arrays.items()}
 
 
+def case_of(
+    name, build, *, tags=("ci",), dtype="bfloat16", dtypes=None, means=None, times=None, **options
+) -> Case:
+    """Makes a case of its fields and the options of the call."""
+    return Case(name, build, options, frozenset(tags), dtype, dtypes or {}, means or {}, times or {})
+
+
 @dataclass(frozen=True, eq=False)
 class Operator:
-    """An operator in one calling convention.
+    """An operator in one calling convention."""
 
-    Attributes:
-      name: of the public function.
-      outputs: names of what `call` returns.
-      differentiable: names of the arguments that have a gradient.
-      implementations: in the order in which `implementation=None` tries them.
-      call: `(**arrays, **options, implementation=) -> tuple of outputs`.
-      reference: `(**arrays, **options) -> tuple of outputs`, the definition.
-      cases: named inputs.
-      hidden: `(arrays, options) -> {argument or output: where}`: entries of arguments, and of the cotangents
-        of outputs, that no one reads: boolean NumPy arrays that broadcast to them from the left. Whatever
-        stands there changes no output and no gradient.
-    """
-
-    name: str
-    outputs: tuple[str, ...]
-    differentiable: tuple[str, ...]
-    implementations: tuple[Implementation, ...]
-    call: Callable[..., tuple[jax.Array, ...]]
-    reference: Callable[..., tuple[jax.Array, ...]]
+    name: str  # of the public function
+    outputs: tuple[str, ...]  # names of what `call` returns
+    differentiable: tuple[str, ...]  # names of the arguments that have a gradient
+    implementations: tuple[Implementation, ...]  # in the order in which `implementation=None` tries them
+    call: Callable[..., tuple[jax.Array, ...]]  # (**arrays, **options, implementation=) -> outputs
+    reference: Callable[..., tuple[jax.Array, ...]]  # (**arrays, **options) -> outputs, the definition
     cases: tuple[Case, ...]
+    # (arrays, options) -> {argument or output: where}: entries of arguments, and of the cotangents of
+    # outputs, that no one reads: boolean NumPy arrays that broadcast to them from the left. Whatever stands
+    # there changes no output and no gradient.
     hidden: Callable[[Arrays, Mapping[str, Any]], dict[str, np.ndarray]] = lambda arrays, options: {}
 
     @property

@@ -242,9 +242,8 @@ def wanted(operator: str, wrt: Any, fields: Sequence[str], present: Sequence[str
         if name not in fields:
             raise ValueError(message(operator, "wrt", f"name some of {tuple(fields)}", repr(name)))
         if name not in present:
-            raise ValueError(
-                message(operator, "wrt", "name arguments that were given", f"{name!r}, which is None")
-            )
+            expected = "name arguments that were given"
+            raise ValueError(message(operator, "wrt", expected, f"{name!r}, which is None"))
     return names
 
 

@@ -14,10 +14,11 @@ import contextvars
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 WITHOUT = "JAX_ATTN_BWD_WITHOUT"  # environment variable: names of rules, with commas between them
 
+T = TypeVar("T")
 Reason = Literal["speed", "compile time", "memory", "accuracy", "crash"]
 
 
@@ -36,21 +37,13 @@ _known: dict[str, "Rule"] = {}
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule that changes how a call is computed, never what.
+    """A rule that changes how a call is computed, never what."""
 
-    Attributes:
-      name: by which it is switched off.
-      when: its condition, in words.
-      gain: what it gains and the program that showed it, or what goes wrong without it.
-      reason: what it is for.
-      until: the JAX that needs it no longer; "" = none is known.
-    """
-
-    name: str
-    when: str
-    gain: str
+    name: str  # by which it is switched off
+    when: str  # its condition, in words
+    gain: str  # what it gains and the program that showed it, or what goes wrong without it
     reason: Reason = "speed"
-    until: str = ""
+    until: str = ""  # the JAX that needs it no longer; "" = none is known
 
     def __post_init__(self) -> None:
         _known[self.name] = self  # a module that is loaded again replaces its own
@@ -64,33 +57,32 @@ class Rule:
         return True
 
 
-_noted: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("noted", default=None)
+_noted: contextvars.ContextVar[Any] = contextvars.ContextVar("noted", default=None)  # list of names, or None
 _off: contextvars.ContextVar[frozenset[str]] = contextvars.ContextVar("off", default=frozenset())
 
 
 @contextlib.contextmanager
-def noted() -> Iterator[list[str]]:
-    """Collects the names of the rules that hold for what is planned and traced inside."""
-    names: list[str] = []
-    token = _noted.set(names)
+def during(variable: contextvars.ContextVar[T], value: T) -> Iterator[T]:
+    """Gives a variable that value inside."""
+    token = variable.set(value)
     try:
-        yield names
+        yield value
     finally:
-        _noted.reset(token)
+        variable.reset(token)
 
 
-@contextlib.contextmanager
-def without(*names: str) -> Iterator[None]:
+def noted() -> contextlib.AbstractContextManager[list[str]]:
+    """Collects the names of the rules that hold for what is planned and traced inside."""
+    return during(_noted, [])
+
+
+def without(*names: str) -> contextlib.AbstractContextManager[Any]:
     """Switches rules off for what is planned and traced inside; programs that were traced before stay.
 
     Raises:
       ValueError: there is no rule of that name.
     """
-    token = _off.set(_off.get() | _names(names, "without"))
-    try:
-        yield
-    finally:
-        _off.reset(token)
+    return during(_off, _off.get() | _names(names, "without"))
 
 
 def _switched_off() -> frozenset[str]:

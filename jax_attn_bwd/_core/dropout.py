@@ -72,14 +72,18 @@ class Offset(NamedTuple):
     column: Any  # [] or [S]
 
 
+def or_origin(offset: Offset | None) -> Offset:
+    """Returns `offset`; the beginning of the array where there is none."""
+    return offset or Offset(*[jnp.uint32(0)] * 4)
+
+
 def offset(operator: str, value: Any, rows: int, columns: int) -> Offset | None:
     """Checks `dropout_offset` and returns it as uint32 arrays."""
     if value is None:
         return None
     if not isinstance(value, tuple | list) or len(value) != 4:
-        raise ValueError(
-            checks.message(operator, "dropout_offset", "be (batch, head, row, column)", repr(value))
-        )
+        expected = "be (batch, head, row, column)"
+        raise ValueError(checks.message(operator, "dropout_offset", expected, repr(value)))
     parts = []
     sizes = {"batch": None, "head": None, "row": rows, "column": columns}
     for part, (name, size) in zip(value, sizes.items(), strict=True):

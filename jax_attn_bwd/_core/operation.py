@@ -8,6 +8,7 @@ what is differentiated, and the operation of both modes (`forward_mode`).
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import compress
 from typing import Any
 
 import jax
@@ -22,33 +23,23 @@ Names = frozenset[str]
 
 @dataclass(frozen=True)
 class Operation:
-    """Holds what is written for an operator.
+    """Holds what is written for an operator; a cotangent or tangent of None is zero.
 
-    Attributes:
-      differentiable: the operands whose derivatives the rules tell apart; none where they do the same
-        whatever is asked.
-      primal: `(static, operands) -> outputs`, where nothing is differentiated.
-      forward: `(static, operands, wanted) -> (outputs, saved)`; `wanted` names what is differentiated, and
-        `saved` is what backward and tangent read: of one structure, whatever is wanted (see `encode_flags`).
-      backward: `(static, saved, wanted, cotangents of the outputs) -> those of the operands`; None is zero.
-      tangent: `(static, saved, tangents of the operands) -> those of the outputs`; None is zero.
+    `wanted` names what is differentiated, and `saved` is what backward and tangent read: of one structure,
+    whatever is wanted (see `encode_flags`).
     """
 
-    differentiable: tuple[str, ...]
-    primal: Callable[[Any, Any], Any]
-    forward: Callable[[Any, Any, Names], tuple[Any, Any]]
-    backward: Callable[[Any, Any, Names, Any], Any]
-    tangent: Callable[[Any, Any, Any], Any]
+    differentiable: tuple[str, ...]  # operands that the rules tell apart; () if they do the same for any
+    primal: Callable[[Any, Any], Any]  # (static, operands) -> outputs, where nothing is differentiated
+    forward: Callable[[Any, Any, Names], tuple[Any, Any]]  # (static, operands, wanted) -> (outputs, saved)
+    backward: Callable[[Any, Any, Names, Any], Any]  # (static, saved, wanted, cotangents) -> of the operands
+    tangent: Callable[[Any, Any, Any], Any]  # (static, saved, tangents) -> those of the outputs
 
     def runner(self, operator: str, both_modes: Any) -> Callable[[Hashable, Any], Any]:
         """Returns `(static, operands) -> outputs`, differentiable in reverse mode or in both.
 
-        Args:
-          operator: the call, as errors name it.
-          both_modes: its argument `forward_mode`.
-
         Raises:
-          TypeError: `forward_mode` is no bool.
+          TypeError: `both_modes`, the call's argument `forward_mode`, is no bool.
           NotImplementedError: this JAX has no operations with both rules.
         """
         both_modes = checks.flag(operator, "forward_mode", both_modes)
@@ -78,22 +69,16 @@ class Operation:
         wanted = frozenset(name for name in self.differentiable if any(map(moves, leaves(name))))
         operands = jax.tree.map(lambda x: x.value if is_wrapped(x) else x, given, is_leaf=is_wrapped)
         outputs, saved = self.forward(static, operands, wanted)
-        if not self.differentiable:
-            return outputs, (saved, None)
-        return outputs, (saved, encode_flags([name in wanted for name in self.differentiable]))
+        flags = [name in wanted for name in self.differentiable]
+        return outputs, (saved, encode_flags(flags) if flags else None)
 
     def _bwd(self, static: Any, residuals: Any, cotangents: Any) -> tuple[Any]:
         """Runs the backward rule."""
         saved, flags = residuals
+        found = () if flags is None else decode_flags(flags, len(self.differentiable))
+        wanted = frozenset(compress(self.differentiable, found))
         cotangents = jax.tree.map(lambda x: None if isinstance(x, SymbolicZero) else x, cotangents)
-        return (self.backward(static, saved, self._names(flags), cotangents),)
-
-    def _names(self, flags: Any) -> Names:
-        """Returns which operands the flags of the residuals tell to be differentiated."""
-        if flags is None:
-            return frozenset()
-        found = decode_flags(flags, len(self.differentiable))
-        return frozenset(name for name, is_set in zip(self.differentiable, found, strict=True) if is_set)
+        return (self.backward(static, saved, wanted, cotangents),)
 
     def _run_in_both_modes(self, static: Hashable, operands: Any) -> Any:
         args, tree = jax.tree.flatten(operands)

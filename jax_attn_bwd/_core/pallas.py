@@ -5,16 +5,17 @@ in `with_portable_jvp` (derivatives of a kernel are those of the portable path) 
 an Explicit mesh it runs on each device's own shard).
 """
 
-import contextlib
 import contextvars
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
 
+from jax_attn_bwd._core.choices import during
 from jax_attn_bwd._core.sharding import explicit_mesh, explicit_spec, on_shards, vary_over, varying
 
 _interpreted: contextvars.ContextVar[frozenset[str]] = contextvars.ContextVar(
@@ -22,14 +23,9 @@ _interpreted: contextvars.ContextVar[frozenset[str]] = contextvars.ContextVar(
 )
 
 
-@contextlib.contextmanager
-def interpreting(*names: str) -> Iterator[None]:
+def interpreting(*names: str) -> AbstractContextManager[Any]:
     """Interprets kernels of these implementations, whatever the platform; for tests."""
-    token = _interpreted.set(frozenset(names))
-    try:
-        yield
-    finally:
-        _interpreted.reset(token)
+    return during(_interpreted, frozenset(names))
 
 
 def is_interpreted(name: str) -> bool:

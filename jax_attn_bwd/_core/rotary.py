@@ -61,10 +61,9 @@ class Rotary:
         # frequencies: static, and hashable from here on
         if self.frequencies is not None:
             if isinstance(self.frequencies, jax.Array):
+                expected, got = "be Python floats", "a JAX array"
                 remedy = "they are static: pass NumPy's, numpy.asarray(frequencies)"
-                raise TypeError(
-                    checks.message(name, "frequencies", "be Python floats", "a JAX array", remedy)
-                )
+                raise TypeError(checks.message(name, "frequencies", expected, got, remedy))
             given = np.asarray(self.frequencies, np.float64)
             if given.ndim != 1 or not np.isfinite(given).all():
                 raise ValueError(checks.message(name, "frequencies", "be finite, [size / 2]", given.shape))

@@ -5,7 +5,7 @@ all operands (`tie`), and a cotangent has the type of its primal (`match_type`).
 """
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Sequence, Set
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+
+from jax_attn_bwd._core.trees import floats
 
 
 def _type(x: Any) -> jax.core.ShapedArray:
@@ -24,7 +26,7 @@ def varying(arrays: Any) -> frozenset[str]:
     return frozenset().union(*(_type(x).manual_axis_type.varying for x in jax.tree.leaves(arrays)))
 
 
-def vary_over(x: jax.Array, axes: frozenset[str]) -> jax.Array:
+def vary_over(x: jax.Array, axes: Set[str]) -> jax.Array:
     """Makes `x` vary over these mesh axes, too."""
     missing = axes - varying(x)
     return lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
@@ -68,6 +70,12 @@ def match_type(cotangent: jax.Array, primal: Any) -> jax.Array:
     if jax.typeof(cotangent).sharding != sharding and not sharding.mesh.empty:
         cotangent = jax.sharding.reshard(cotangent, sharding)
     return cotangent.astype(primal.dtype)
+
+
+def match_types(cotangents: dict[str, Any], operands: Any) -> dict[str, Any]:
+    """Returns `cotangents`, by name, with the types of the floats in these `operands`."""
+    like = lambda name: floats(getattr(operands, name))
+    return {name: jax.tree.map(match_type, x, like(name)) for name, x in cotangents.items()}
 
 
 def explicit_spec(x: jax.Array) -> tuple:

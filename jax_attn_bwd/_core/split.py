@@ -46,17 +46,13 @@ AXIS = "jax_attn_bwd_pieces"  # names the batch axis of pieces side by side
 class Pieces:
     """How many pieces there are, and who runs them.
 
-    Attributes:
-      count: number of pieces; divides the axes that are cut.
-      mesh_axes: the Explicit mesh axes over which devices hold a piece each; without, they run side by side.
-      mesh: that of these axes.
-      folded: whether a piece, of those on devices, is two stretches of the axis: of 2n, piece i has 2i and
-        2n - 1 - 2i, of which it gives one away for the other.
+    Folded, a piece of those on devices is two stretches of the axis: of 2n, piece i has 2i and 2n - 1 - 2i,
+    of which it gives one away for the other.
     """
 
-    count: int
-    mesh_axes: tuple[str, ...] = ()
-    mesh: AbstractMesh | None = None
+    count: int  # divides the axes that are cut
+    mesh_axes: tuple[str, ...] = ()  # Explicit, over which devices hold a piece each; () = side by side
+    mesh: AbstractMesh | None = None  # that of these axes
     folded: bool = False
 
     @property
@@ -83,8 +79,7 @@ class Pieces:
 def pieces_for_rows(x: jax.Array, axis: int, batch: int) -> Pieces | None:
     """Returns the pieces into which devices cut the rows of `x`, its axis `axis`; None if they are not cut.
 
-    Args:
-      batch: product of the batch axes. A batch that fills an Auto mesh leaves no device to the rows.
+    A `batch`, the product of its axes, that fills an Auto mesh leaves no device to the rows.
     """
     if names := names_of(explicit_spec(x)[axis]):
         mesh = jax.typeof(x).sharding.mesh
@@ -97,19 +92,12 @@ def pieces_for_rows(x: jax.Array, axis: int, batch: int) -> Pieces | None:
 
 
 class OutSpec(NamedTuple):
-    """Where a result of the pieces goes.
+    """Where a result of the pieces goes."""
 
-    Attributes:
-      axis: the axis along which the pieces' results are joined; None: they are shares of a sum.
-      spec: the mesh axes of the whole on an Explicit mesh.
-      alike: whether it is no share, but what all pieces agreed on.
-      like: an array whose axes it has, and lies along.
-    """
-
-    axis: int | None
-    spec: tuple = ()
-    alike: bool = False
-    like: jax.Array | None = None
+    axis: int | None  # along which the pieces' results are joined; None: they are shares of a sum
+    spec: tuple = ()  # the mesh axes of the whole on an Explicit mesh
+    alike: bool = False  # whether it is no share, but what all pieces agreed on
+    like: jax.Array | None = None  # whose axes it has, and lies along
 
 
 def out_spec(x: jax.Array, axis: int | None) -> OutSpec:
@@ -131,12 +119,9 @@ def over(
 ) -> Callable[[], Any]:
     """Returns the call that computes the results of `function(*arrays of a piece)` over all pieces.
 
-    Args:
-      pieces: how many there are, and who runs them.
-      function: computes the results of one piece; on devices it sees the shards of all axes.
-      arrays: what the function reads, a tree for each argument.
-      axes: which axis of each array is cut; None: it is shared.
-      results: where each result goes, a tree of `OutSpec`.
+    Of `arrays`, a tree for each argument, `axes` tells which axis of each is cut (None: it is shared), and
+    `results`, a tree of `OutSpec`, where each result goes. On devices the function sees the shards of all
+    axes.
     """
     if pieces.mesh is None:
         return partial(_side_by_side, pieces, function, arrays, axes, results)
@@ -171,13 +156,8 @@ def scan_of_slices(count: int, function: Callable[..., Any], arrays: Any, axes: 
     """Returns what `lax.scan` takes to compute `function(*arrays)` piece by piece: a step, and indices.
 
     What is scanned with, zeros by name, are the sums of what the function gives by these names. Its other
-    results come out one piece after the other: `joined` puts them together.
-
-    Args:
-      count: number of pieces; divides the axes that are cut.
-      function: computes the results of one piece.
-      arrays: what the function reads, a tree for each argument.
-      axes: which axis of each array is cut; None: it is shared.
+    results come out one piece after the other: `joined` puts them together. `arrays` and `axes` are as in
+    `over`; `count`, the number of pieces, divides the axes that are cut.
     """
     in_front = lambda axis, x: x if axis is None else moved(_cut(x, axis, count), axis, 0)
     pieces = _map(in_front, axes, arrays)
@@ -242,16 +222,10 @@ def join(x: jax.Array, axis: int) -> jax.Array:
 def over_entries(
     function: Callable[..., Any], batch_rank: int, arrays: Any, axes: Any, in_turn: bool
 ) -> Callable[[], Any]:
-    """Returns the call that maps `function(*arrays of one entry)` over a batch, whose axes come in front.
+    """Returns the call that maps `function(*arrays of one entry)`, which knows no batch, over a batch.
 
-    The batch axes are mapped one inside the other, never merged: each may be sharded.
-
-    Args:
-      function: knows no batch.
-      batch_rank: the number of batch axes.
-      arrays: what the function reads, a tree for each argument.
-      axes: 0 for each array that has all batch axes, in front; entries share those of None.
-      in_turn: whether one entry follows the other.
+    Its `batch_rank` axes are mapped one inside the other, never merged: each may be sharded. `axes` is 0 for
+    each array that has all of them, in front; entries share those of None. `in_turn` one follows the other.
     """
     if not (in_turn and batch_rank):
         for _ in range(batch_rank):
@@ -273,23 +247,15 @@ def dropout_indices(
 ) -> dropout.Offset:
     """Returns `dropout_offset` as index arrays: a piece takes its part, and so draws the bits of the whole.
 
-    Args:
-      offset: where the call's block begins; None: at 0.
-      like: an array of the call with `batch_rank` batch axes in front.
-      head, row: the axes of `like` that count heads and rows; None leaves the scalar as it is.
-
-    Returns:
-      The offset, with `batch` `[...]` of all batch axes, `head` `[N]` and `row` `[T]`; batch and heads are
-      sharded like `like`.
+    `like` has `batch_rank` batch axes in front, and counts heads and rows along its axes `head` and `row`:
+    None leaves the scalar as it is. In the result `batch` is `[...]` of all batch axes, `head` `[N]`, `row`
+    `[T]`; batch and heads are sharded like `like`.
     """
-    zero = jnp.uint32(0)
-    offset = offset or dropout.Offset(zero, zero, zero, zero)
-    batch = like.shape[:batch_rank]
+    offset, batch = dropout.or_origin(offset), like.shape[:batch_rank]
     number = _indices(math.prod(batch), offset.batch).reshape(batch)
     offset = offset._replace(batch=reshard_like(number, like, tuple(range(batch_rank))))
     if head is not None:
-        heads = reshard_like(_indices(like.shape[head], offset.head), like, (head,))
-        offset = offset._replace(head=heads)
+        offset = offset._replace(head=reshard_like(_indices(like.shape[head], offset.head), like, (head,)))
     return offset if row is None else offset._replace(row=_indices(like.shape[row], offset.row))
 
 

@@ -21,15 +21,14 @@ class Generation(NamedTuple):
     oldest_jax: tuple[int, ...] = ()  # on which they passed
 
 
+_AMPERE = r"\b(A|L|H|GH|B|GB)\d+", "an NVIDIA GPU of compute capability 8.0 or more", "", (8, 0)
 # By implementation, the newest last. Kernels are picked by themselves only where they are proven: by a user's
 # own record (`records`), or here. To turn a generation on for everyone, once `tests/gpu` has passed on such
 # a device (for TPUs `check --enable`): `ran="<date>, <commit that passed there>"`, and the JAX it passed on.
 GENERATIONS = {
     "mosaic_tpu": (Generation("tpu", r"TPU ?v?([5-9]|\d\d)", "a TPU v5e, v5p, v6e or TPU7x", ""),),
     "mosaic_gpu": (
-        Generation(
-            "gpu", r"\b(A|L|H|GH|B|GB)\d+", "an NVIDIA GPU of compute capability 8.0 or more", "", (8, 0)
-        ),
+        Generation("gpu", *_AMPERE),
         Generation(
             "hopper",
             r"\b(GH|H)\d+",
@@ -38,11 +37,7 @@ GENERATIONS = {
             oldest_jax=(0, 11, 2),
         ),
     ),
-    "cudnn": (
-        Generation(
-            "cudnn", r"\b(A|L|H|GH|B|GB)\d+", "an NVIDIA GPU of compute capability 8.0 or more", "", (8, 0)
-        ),
-    ),
+    "cudnn": (Generation("cudnn", *_AMPERE),),
 }
 CHIPS = {  # by the names of everyday speech: platform, kind of device
     "cpu": ("cpu", "cpu"),

@@ -263,8 +263,8 @@ def _timed(call: Call) -> tuple[Any, Sequence[int], Any]:
         return (arrays, cts), explained.size, compiled(call, arrays, cts)
 
 
-def milliseconds(program: Callable[..., Any], *args: Any, seconds: float = 0.2) -> float:
-    """Measures how long one run takes, the least of three rounds."""
+def milliseconds(program: Callable[..., Any], *args: Any) -> float:
+    """Measures how long one run takes, the least of three rounds of 0.2 s at most."""
 
     def round_of(runs):
         start = time.perf_counter()
@@ -274,7 +274,7 @@ def milliseconds(program: Callable[..., Any], *args: Any, seconds: float = 0.2) 
         return (time.perf_counter() - start) / runs
 
     round_of(1)
-    runs = int(min(max(seconds / max(round_of(1), 1e-9), 1), 50))
+    runs = int(min(max(0.2 / max(round_of(1), 1e-9), 1), 50))
     return 1e3 * min(round_of(runs) for _ in range(3))
 
 

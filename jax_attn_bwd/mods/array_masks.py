@@ -11,8 +11,7 @@ import numpy as np
 from jax_attn_bwd._core import checks
 from jax_attn_bwd._core.jaxpr import intervals
 from jax_attn_bwd._core.types import Integers
-from jax_attn_bwd.mods.masks import Mask
-from jax_attn_bwd.mods.mod import Read
+from jax_attn_bwd.mods.masks import Mask, Read
 from jax_attn_bwd.ops.dot_product.mod_functions import ReadSizes
 from jax_attn_bwd.ops.graph.structure import BipartiteCSC
 
@@ -87,13 +86,9 @@ def blocks(query_size: int, key_size: int | None = None) -> Mask:
       Lu et al., MoBA: mixture of block attention, 2025, arXiv:2502.13189.
     """
     name, key_size = "mods.blocks", query_size if key_size is None else key_size
-    query_size, key_size = (
-        checks.integer(name, n, x, 1) for n, x in (("query_size", query_size), ("key_size", key_size))
-    )
-    tile = (query_size, key_size)
-    return Mask(
-        _BlockMask(tile), 1, (_BlocksRead("the blocks of mods.blocks", np.bool_, ("N",), True, tile),)
-    )
+    tile = checks.integer(name, "query_size", query_size, 1), checks.integer(name, "key_size", key_size, 1)
+    read = _BlocksRead("the blocks of mods.blocks", np.bool_, ("N",), True, tile)
+    return Mask(_BlockMask(tile), 1, (read,))
 
 
 def blocks_from_indices(indices: Integers, num_blocks: int) -> jax.Array:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_attn_bwd._core import checks, numerics
-from jax_attn_bwd.mods.mod import Mod, Read
+from jax_attn_bwd.mods.masks import Mod, Read
 from jax_attn_bwd.ops.dot_product.mod_functions import ReadSizes
 
 

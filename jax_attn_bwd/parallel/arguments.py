@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jax_attn_bwd._core import checks, dropout, numerics, pallas
-from jax_attn_bwd._core.sharding import varying
+from jax_attn_bwd._core import checks, dropout, numerics
+from jax_attn_bwd._core.sharding import vary_over, varying
 from jax_attn_bwd._core.types import SequenceLayout
 from jax_attn_bwd.ops.dot_product import arguments as dot_product
 from jax_attn_bwd.ops.dot_product.arguments import Like, both_or_neither, plane
@@ -33,35 +33,27 @@ HIDDEN_QUERY, HIDDEN_KEY = 2**31 - 1, -(2**31)  # segments that no token of the 
 
 @dataclass(frozen=True)
 class Exchange:
-    """Tells how keys meet queries, known at trace time.
+    """Tells how keys meet queries, known at trace time."""
 
-    Attributes:
-      axis_name: the mesh axis that holds the sequence.
-      size: number of devices along it.
-      offsets: device i is to see keys of the devices i - offset.
-      of_keys: "bias" or "elements" (of the mask) where each device holds it for its own keys: it travels with
-        them.
-    """
-
-    axis_name: str
-    size: int
-    offsets: tuple[int, ...]
-    of_keys: tuple[str, ...]
+    axis_name: str  # the mesh axis that holds the sequence
+    size: int  # number of devices along it
+    offsets: tuple[int, ...]  # device i is to see keys of the devices i - offset
+    of_keys: tuple[str, ...]  # "bias" or "elements" (of the mask) where they travel with a device's own keys
 
 
-def axis_size(operator: str, axis_name: Any, argument: str = "axis_name") -> int:
+def axis_size(operator: str, axis_name: Any) -> int:
     """Returns the number of devices along a mesh axis of the `jax.shard_map` around the call."""
     bound = tuple(jax.sharding.get_abstract_mesh().manual_axes)
     if axis_name not in bound:
         remedy = f"call it inside jax.shard_map over that axis; axes bound here: {bound}"
-        raise ValueError(
-            checks.message(operator, argument, "name an axis bound here", repr(axis_name), remedy)
-        )
+        expected = "name an axis bound here"
+        raise ValueError(checks.message(operator, "axis_name", expected, repr(axis_name), remedy))
     if not varying(lax.axis_index(axis_name)):
-        remedy = "without it, gradients of what several devices share are wrong"
-        raise ValueError(
-            checks.message(operator, "jax.shard_map around it", "have check_vma=True", False, remedy)
+        around, remedy = (
+            "jax.shard_map around it",
+            "without it, gradients of what several devices share are wrong",
         )
+        raise ValueError(checks.message(operator, around, "have check_vma=True", False, remedy))
     return lax.axis_size(axis_name)
 
 
@@ -116,8 +108,7 @@ def prepare(
     # The dropout mask is that of one device: its rows and columns are the tokens' indices.
     offset = None
     if operands.dropout_words is not None:
-        zero = jnp.uint32(0)
-        offset = operands.dropout_offset or dropout.Offset(zero, zero, zero, zero)
+        offset = dropout.or_origin(operands.dropout_offset)
         row, column = places(operator, offset.row, rows), places(operator, offset.column, columns)
         offset = offset._replace(row=row, column=column)
     # Positions travel only where causality, a window or a function reads them.
@@ -167,8 +158,7 @@ def _narrow(operator: str, ids: dict[str, Any], tokens: tuple[Any, Any], axis_na
     for (argument, x), of in zip(ids.items(), tokens, strict=True):
         x, length = checks.integers(operator, argument, x), jnp.shape(of)[-3] if jnp.ndim(of) > 2 else 1
         checks.broadcasts(operator, argument, x, "[..., length]", (*jnp.shape(of)[:-3], length))
-        x = pallas.vary_alike((jnp.broadcast_to(x, (*jnp.shape(of)[:-3], length)), device))[0]
-        rows.append(lax.all_gather(x, axis_name, axis=x.ndim - 1, tiled=True))
+        rows.append(whole_rows(axis_name, jnp.broadcast_to(x, (*jnp.shape(of)[:-3], length))))
         lengths.append(length)
     found = zip(numerics.ranks(*rows), lengths, strict=True)
     return [lax.dynamic_slice_in_dim(x, device * length, length, x.ndim - 1) for x, length in found]
@@ -187,6 +177,11 @@ def _plane(operator: str, argument: str, x, T: int, S: int, n: int, device) -> t
     if rows == T * n and n > 1:
         x = lax.dynamic_slice_in_dim(x, device * T, T, axis=-2)
     return x, False
+
+
+def whole_rows(axis_name: str, x: jax.Array) -> jax.Array:
+    """Gathers `[..., length]` of all devices: `[..., n * length]`."""
+    return lax.all_gather(vary_over(x, {axis_name}), axis_name, axis=x.ndim - 1, tiled=True)
 
 
 def token_index(positions: jax.Array | None, length: int, batch_rank: int, device: jax.Array) -> jax.Array:
@@ -258,10 +253,8 @@ def beginning_at(entry: Any, head: Any, mask_mod: Any, score_mod: Any, mod_args:
 def check_axis(operator: str, mesh: Any, axis: Any) -> int:
     """Returns the number of devices of `mesh` along `axis`, a name or several."""
     if not isinstance(mesh, Mesh | AbstractMesh):
-        remedy = "jax.make_mesh makes one"
-        raise TypeError(
-            checks.message(operator, "mesh", "be a jax.sharding.Mesh", type(mesh).__name__, remedy)
-        )
+        expected, remedy = "be a jax.sharding.Mesh", "jax.make_mesh makes one"
+        raise TypeError(checks.message(operator, "mesh", expected, type(mesh).__name__, remedy))
     names = (axis,) if isinstance(axis, str) else axis
     if not isinstance(names, tuple) or not names or not set(names) <= set(mesh.axis_names):
         expected = f"name axes of the mesh, {mesh.axis_names}"
@@ -281,10 +274,9 @@ def run_on_parts(
     names = {axis} if isinstance(axis, str) else set(axis)
     if AxisType.Explicit in mesh.axis_types:
         names = set(mesh.axis_names)
-        arguments = jax.tree.map(
-            lambda spec, part: jax.sharding.reshard(part, NamedSharding(mesh, spec)),
-            specs, arguments, is_leaf=lambda x: isinstance(x, PartitionSpec),
-        )  # fmt: skip
+        lay = lambda spec, part: jax.sharding.reshard(part, NamedSharding(mesh, spec))
+        is_spec = lambda x: isinstance(x, PartitionSpec)
+        arguments = jax.tree.map(lay, specs, arguments, is_leaf=is_spec)
     mapped = jax.shard_map(
         function, mesh=mesh, in_specs=specs, out_specs=out_specs, axis_names=names, check_vma=True
     )

@@ -18,6 +18,7 @@ from jax_attn_bwd._core.sharding import reshard_like
 from jax_attn_bwd._core.types import ExchangeKind, SequenceLayout
 from jax_attn_bwd.layers import attention_fn as layers
 from jax_attn_bwd.ops.dot_product import dot_product_attention
+from jax_attn_bwd.ops.dot_product.arguments import drop_leading_ones
 from jax_attn_bwd.ops.dot_product.mask import AXES
 from jax_attn_bwd.parallel import layouts
 from jax_attn_bwd.parallel.arguments import beginning_at
@@ -104,11 +105,9 @@ class _Axes:
 
     def spec(self, x: jax.Array, batch_rank: int, tail: tuple[Any, ...]) -> PartitionSpec:
         """Returns the spec of an array whose axes are those of the batch, then `tail`, or the last ones."""
-        full = ((self.batch, *((),) * batch_rank)[:batch_rank], tail)
-        names = (*full[0], *full[1])[batch_rank + len(tail) - x.ndim :]
-        return PartitionSpec(
-            *(axis or None if n > 1 else None for axis, n in zip(names, x.shape, strict=True))
-        )
+        names = [*(self.batch, *((),) * batch_rank)[:batch_rank], *tail]
+        sizes = zip(names[len(names) - x.ndim :], x.shape, strict=True)
+        return PartitionSpec(*(axis or None if n > 1 else None for axis, n in sizes))
 
 
 @dataclass(frozen=True)
@@ -165,11 +164,9 @@ def _attend(mesh: Any, axes: _Axes, kind: str, query, key, value, bias, mask, **
     specs = {}
     for name, x in arrays.items():
         if name in ("bias", "mask"):
-            extra = max(0, x.ndim - query.ndim)  # axes of size 1: `jax.nn` wants them where there is no batch
-            arrays[name] = x = x.reshape(x.shape[extra:]) if x.shape[:extra] == (1,) * extra else x
-        specs[name] = (
-            axes.spec(x, rank, _tail(axes, kind, name, x)) if name != "dropout_key" else PartitionSpec()
-        )
+            arrays[name] = x = drop_leading_ones(x, query.ndim)
+        of_array = name != "dropout_key"
+        specs[name] = axes.spec(x, rank, _tail(axes, kind, name, x)) if of_array else PartitionSpec()
         if AxisType.Explicit in mesh.axis_types:
             arrays[name] = jax.sharding.reshard(arrays[name], NamedSharding(mesh, specs[name]))
     # functions are static; what they read lies whole on every device
@@ -205,9 +202,8 @@ def _check_sizes(mesh: Any, axes: _Axes, query: jax.Array, key: jax.Array) -> No
     if query.ndim > 3:
         sizes += [("the batch", query.shape[0], axes.batch)]
     elif axes.batch:
-        raise ValueError(
-            checks.message(_NAME, "query", "have a batch axis, which `batch` shards", query.shape)
-        )
+        expected = "have a batch axis, which `batch` shards"
+        raise ValueError(checks.message(_NAME, "query", expected, query.shape))
     for name, size, names in sizes:
         n = math.prod(mesh.shape[axis] for axis in names)
         if size % n:

@@ -178,8 +178,7 @@ def _run(
 
     # a document that ends with the device before: what is from there is nothing to the first token
     if operands.restarts is not None and T != 0:
-        ids = jnp.asarray(given["segment_ids"])
-        ids = vary_over(ids, frozenset((axis_name,)))
+        ids = vary_over(jnp.asarray(given["segment_ids"]), {axis_name})
         before = lax.ppermute(ids[..., -1], axis_name, [(i, i + 1) for i in range(n - 1)])
         begins = jnp.broadcast_to((ids[..., 0] != before) & (device > 0), operands.restarts.shape[:-1])
         restarts = jnp.concatenate([begins[..., None], operands.restarts[..., 1:]], -1)
@@ -195,17 +194,11 @@ def _run(
 
 @dataclass(frozen=True)
 class ShardedPlan:
-    """Everything static of a call.
+    """Everything static of a call."""
 
-    Attributes:
-      plan: that of this device's tokens, as the forward takes them.
-      axis_name: the mesh axis that holds the sequence.
-      devices: how many it has.
-    """
-
-    plan: Plan
-    axis_name: str
-    devices: int
+    plan: Plan  # that of this device's tokens, as the forward takes them
+    axis_name: str  # the mesh axis that holds the sequence
+    devices: int  # how many it has
 
 
 class Shard(NamedTuple):
@@ -215,14 +208,6 @@ class Shard(NamedTuple):
     moved: jax.Array  # D, [..., N, H, Hv]
     reads: jax.Array  # r, [..., T, N, H]
     kept: jax.Array  # F, [..., N, H, H], or its diagonal, [..., N, H, 1]
-
-
-class ShardResiduals(NamedTuple):
-    """What the forward leaves for the backward."""
-
-    residuals: Residuals
-    reads: jax.Array
-    kept: jax.Array
 
 
 def _with_columns(operands: Operands) -> Operands:
@@ -320,11 +305,12 @@ def _forward(cut, operands, wanted):
     out, final, states = tie((out, final, states), operands)
     out, final = (checkpoint_name(x, "attention_out") for x in (out, final))
     states, reads, kept = (checkpoint_name(x, "attention_states") for x in (states, block.reads, block.kept))
-    return (out, final), ShardResiduals(Residuals(operands, states), reads, kept)
+    return (out, final), (Residuals(operands, states), reads, kept)
 
 
 def _backward(cut, saved, wanted, cotangents):
-    (operands, states), reads, kept = saved
+    residuals, reads, kept = saved
+    operands, _ = residuals
     (*batch, _, N, Hv), H = operands.value.shape, reads.shape[-1]
     dout, dfinal = cotangents
 
@@ -342,7 +328,7 @@ def _backward(cut, saved, wanted, cotangents):
 
     # from there on as one device
     backward = backend.named(IMPLEMENTATIONS, cut.plan.implementation).backward
-    grads = backward(cut.plan, saved.residuals, wanted - {"initial_state"}, dout, dstate)
+    grads = backward(cut.plan, residuals, wanted - {"initial_state"}, dout, dstate)
     if "initial_state" in wanted:
         dfirst = jnp.where(lax.axis_index(cut.axis_name) == 0, dfirst, 0)
         grads["initial_state"] = match_type(dfirst, operands.initial_state)
@@ -351,8 +337,8 @@ def _backward(cut, saved, wanted, cotangents):
 
 def _tangent(cut, saved, tangents):
     # those of o, D, r and F, by the columns whether or not there is a delta rule
-    operands, Hv = saved.residuals.operands, saved.residuals.operands.value.shape[-1]
-    columns, more = _with_columns(operands), operands.key.shape[-1]
+    (operands, _), *_ = saved
+    Hv, columns, more = operands.value.shape[-1], _with_columns(operands), operands.key.shape[-1]
     along = tangents._replace(initial_state=None)
     if along.value is not None:
         along = along._replace(value=_padded(along.value, more))

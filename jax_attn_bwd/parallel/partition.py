@@ -186,13 +186,13 @@ def partition_graph(graph: BipartiteCSC, n: int, *, parts: Any = "balanced") -> 
         src_row, src_rows = _rows_with_room(src_part, n)
 
     # What a part's edges read of other parts' sources is listed, to be sent.
-    halo = _halo(source, edge_part, src_part, src_row, src_rows, n)
+    local, halo = _halo(source, edge_part, src_part, src_row, src_rows, n)
     # Each part is a graph of its own, whose sources are its rows and then those it receives.
     ends = np.zeros((n, dst_rows + 1), np.int64)
     ends[dst_part, dst_row + 1] = degree
     built = []
     for part, end in enumerate(ends.cumsum(1)):
-        indices, num_src = halo.local[edge_part == part], src_rows + sum(halo.sizes)
+        indices, num_src = local[edge_part == part], src_rows + sum(halo["sizes"])
         own = BipartiteCSC.from_csc(end, indices, num_src, capacity=edge_rows)
         built.append(jax.tree.map(np.asarray, own))
     # Both ways between the caller's edge order and the rows of the parts.
@@ -203,14 +203,10 @@ def partition_graph(graph: BipartiteCSC, n: int, *, parts: Any = "balanced") -> 
     return PartitionedGraph(
         jax.tree.map(lambda *x: np.stack(x), *built),
         edge_number,
-        halo.send,
-        halo.remote,
-        Layout((src_part * src_rows + src_row).astype(np.int32), n, src_rows),
-        Layout((dst_part * dst_rows + dst_row).astype(np.int32), n, dst_rows),
-        Layout(edge_position, n, edge_rows),
-        halo.sizes,
-        halo.rounds,
-        halo.rows,
+        src=Layout((src_part * src_rows + src_row).astype(np.int32), n, src_rows),
+        dst=Layout((dst_part * dst_rows + dst_row).astype(np.int32), n, dst_rows),
+        edges=Layout(edge_position, n, edge_rows),
+        **halo,
     )
 
 
@@ -275,19 +271,11 @@ def _rows_with_room(
     return row, rows + (n * rows == (len(part) if size is None else size) and not is_kept)
 
 
-class _Halo(NamedTuple):
-    """Holds what `PartitionedGraph` describes; `local` is the source of each edge as its part numbers it."""
+def _halo(source, edge_part, src_part, src_row, src_rows: int, n: int) -> tuple[np.ndarray, dict[str, Any]]:
+    """Lists what the parts send one another, so that each has the sources of its edges.
 
-    local: np.ndarray
-    send: np.ndarray
-    remote: np.ndarray
-    sizes: tuple[int, ...]
-    rounds: tuple[tuple[tuple[int, int], ...], ...] | None
-    rows: int
-
-
-def _halo(source, edge_part, src_part, src_row, src_rows: int, n: int) -> _Halo:
-    """Lists what the parts send one another, so that each has the sources of its edges."""
+    Returns the source of each edge as its part numbers it, and fields of `PartitionedGraph`.
+    """
     # every (part, source) once, and those whose source lies in another part
     num_src = len(src_part)
     pairs, name = np.unique(edge_part * np.int64(num_src) + source, return_inverse=True)
@@ -306,7 +294,8 @@ def _halo(source, edge_part, src_part, src_row, src_rows: int, n: int) -> _Halo:
     slot = receive_start.ravel()[channel] + rank
     remote[receiver[away], slot] = sender[away] * src_rows + row[away]
     local[away] = src_rows + slot
-    return _Halo(local[name], send, remote, sizes, rounds, len(away))
+    sent = {"send": send, "remote": remote, "sizes": sizes, "rounds": rounds, "remote_rows": len(away)}
+    return local[name], sent
 
 
 def _schedule(wanted: np.ndarray) -> tuple[tuple, tuple | None, np.ndarray, np.ndarray]:

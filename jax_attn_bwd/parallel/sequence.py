@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_attn_bwd._core import checks, pallas, trees
+from jax_attn_bwd._core import checks, pallas
 from jax_attn_bwd._core.operation import Operation
-from jax_attn_bwd._core.sharding import match_type, tie
+from jax_attn_bwd._core.sharding import match_types, tie
 from jax_attn_bwd._core.types import Array, SequenceLayout, typed_like
 from jax_attn_bwd.ops.dot_product import blockwise, dot_product_attention
 from jax_attn_bwd.ops.dot_product.spec import (
@@ -286,11 +286,7 @@ def _backward(static, saved, wanted, cotangents):
     if "sink" in wanted:
         delta = blockwise.delta(plan.options, alike, result, dout, dlse)
         grads["sink"] = blockwise.gradient_of_sink(alike.sink, result, delta)  # (7) of `ring.py`
-    # each gradient has the type of its operand
-    matched = {
-        name: jax.tree.map(match_type, x, trees.floats(getattr(operands, name))) for name, x in grads.items()
-    }
-    return as_cotangents(operands, matched)
+    return as_cotangents(operands, match_types(grads, operands))
 
 
 def _tangent(static, saved, tangents):

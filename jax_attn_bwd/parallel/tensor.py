@@ -230,10 +230,8 @@ def _around_ring(
 
 def _with_positions(operands: Operands, device: jax.Array) -> Operands:
     """Gives `operands` the position of every token: the given ones, or the indices in the whole sequence."""
-    mask, sides = (
-        operands.mask,
-        {"query_positions": operands.query, "key_value_positions": operands.inputs[1]},
-    )
+    mask = operands.mask
+    sides = {"query_positions": operands.query, "key_value_positions": operands.inputs[1]}
     index = {n: token_index(getattr(mask, n), x.shape[-2], 0, device) for n, x in sides.items()}
     return operands._replace(mask=mask.replace(**index))
 

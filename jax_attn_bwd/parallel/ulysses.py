@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_attn_bwd._core import checks, pallas
+from jax_attn_bwd._core import checks
+from jax_attn_bwd._core.sharding import vary_over
 from jax_attn_bwd.ops.dot_product import dot_product_attention
-from jax_attn_bwd.parallel.arguments import Exchange, beginning_at, prepare
+from jax_attn_bwd.parallel.arguments import Exchange, beginning_at, prepare, whole_rows
 
 
 def attend(
@@ -41,7 +42,7 @@ def attend(
     for name, x in planes.items():
         if x is not None:
             x = checks.floating(operator, name, x) if name == "bias" else checks.boolean_mask(operator, x)
-            planes[name] = _plane(operator, name, exchange, x, N, T, S)
+            planes[name] = _plane(operator, name, exchange, x, T, S)
 
     ids: tuple[Any, Any] = query_segment_ids, key_value_segment_ids
     lengths: tuple[Any, Any] = query_seq_lengths, key_value_seq_lengths
@@ -65,9 +66,6 @@ def attend(
         q,
         k,
         v,
-        planes["bias"],
-        planes["mask"],
-        scale=options.scale,
         is_causal=operands.mask.is_causal,
         local_window_size=operands.mask.window,
         query_seq_lengths=lengths[0],
@@ -76,18 +74,13 @@ def attend(
         key_value_segment_ids=_whole(exchange, ids[1], S),
         query_positions=_whole(exchange, positions[0], T),
         key_value_positions=_whole(exchange, positions[1], S),
-        logits_soft_cap=options.logits_soft_cap,
         sink=None if sink is None else _own_heads(exchange, jnp.asarray(operands.sink), -1),
-        dropout_rate=options.dropout_rate,
         dropout_key=dropout_key,
-        broadcast_dropout=options.broadcast_dropout,
         dropout_offset=offset,
-        precision=options.precision,
-        deterministic_sums=options.deterministic_sums,
         return_residual=True,
         forward_mode=forward_mode,
         implementation=implementation,
-        **beginning_at(0, first_head, *functions),
+        **(planes | vars(options) | beginning_at(0, first_head, *functions)),
     )
     # Heads are exchanged for tokens again.
     out = _exchanged(exchange, out, -3, -2)
@@ -97,11 +90,7 @@ def attend(
 def _exchanged(exchange: Exchange, x: jax.Array, split: int, joined: int) -> jax.Array:
     """Shares the axis `split` of `x` among the devices, and puts the parts of its axis `joined` together."""
     axes = x.ndim + split, x.ndim + joined
-    return lax.all_to_all(_varying(exchange, x), exchange.axis_name, *axes, tiled=True)
-
-
-def _varying(exchange: Exchange, x: jax.Array) -> jax.Array:
-    return pallas.vary_alike((x, lax.axis_index(exchange.axis_name)))[0]
+    return lax.all_to_all(vary_over(x, {exchange.axis_name}), exchange.axis_name, *axes, tiled=True)
 
 
 def _own_heads(exchange: Exchange, x: jax.Array, axis: int) -> jax.Array:
@@ -114,13 +103,10 @@ def _whole(exchange: Exchange, x: Any, length: int) -> jax.Array | None:
     if x is None:
         return None
     x = jnp.asarray(x)
-    x = _varying(exchange, jnp.broadcast_to(x, (*x.shape[:-1], length)))
-    return lax.all_gather(x, exchange.axis_name, axis=x.ndim - 1, tiled=True)
+    return whole_rows(exchange.axis_name, jnp.broadcast_to(x, (*x.shape[:-1], length)))
 
 
-def _plane(
-    operator: str, argument: str, exchange: Exchange, x: jax.Array, N: int, T: int, S: int
-) -> jax.Array:
+def _plane(operator: str, argument: str, exchange: Exchange, x: jax.Array, T: int, S: int) -> jax.Array:
     """Returns a mask or bias of this device's heads, with all rows and columns."""
     n = exchange.size
     heads, rows, columns = (1, 1, 1, *x.shape)[-3:]
@@ -131,7 +117,7 @@ def _plane(
         remedy = "or the rows of this device's queries for each head; else use ring_attention"
         raise ValueError(checks.message(operator, argument, expected, x.shape, remedy))
     if of_keys:
-        x = lax.all_gather(_varying(exchange, x), exchange.axis_name, axis=x.ndim - 1, tiled=True)
+        x = whole_rows(exchange.axis_name, x)
     if by_rows:
         return _exchanged(exchange, x, -3, -2)
     return x if heads == 1 else _own_heads(exchange, x, -3)

@@ -52,11 +52,9 @@ class _Mixes(Exception):
 
 
 def violation(closed: Any, tile_inputs: int) -> str | None:
-    """Tells what the function does that is not elementwise; None if nothing is found.
+    """Tells what the function of this jaxpr does that is not elementwise; None if nothing is found.
 
-    Args:
-      closed: its jaxpr, of which the first `tile_inputs` arguments broadcast to the tile.
-      tile_inputs: their number.
+    Its first `tile_inputs` arguments broadcast to the tile.
     """
     shapes = [v.aval.shape for v in closed.jaxpr.invars]
     inputs: list[Axes] = [
@@ -284,9 +282,7 @@ _OF_EQUALS = {"eq": True, "le": True, "ge": True, "ne": False, "lt": False, "gt"
 def is_true_on_diagonal(function: Callable[..., Any], lead: Sequence[Any], index: Any, args: Any) -> bool:
     """Tells whether `function(*lead, x, x, *args)` is certainly True for every index x.
 
-    Args:
-      lead, index: types of scalars.
-      args: types of arrays, and trees of them.
+    `lead` and `index` are types of scalars, `args` those of arrays, and trees of them.
     """
     try:
         closed = jax.make_jaxpr(lambda *given: function(*given))(*lead, index, index, *args)

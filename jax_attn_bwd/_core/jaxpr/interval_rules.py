@@ -153,13 +153,18 @@ def _rem(xp, parameters, x, y):
     dtype = parameters["dtype"]
     if not _is_integer(x.least):
         return dtype_range(dtype)
-    lost = (y.least <= 0) & (y.greatest >= 0) | _wraps_absolute(x) | _wraps_absolute(y)
     size = xp.maximum(xp.abs(y.least), xp.abs(y.greatest)) - np.asarray(1, dtype)
     zero = xp.zeros_like(size)
     least = xp.where(x.least < 0, xp.maximum(x.least, -size), zero)
     greatest = xp.where(x.greatest > 0, xp.minimum(x.greatest, size), zero)
+    return _of_one_period(xp, partial(_truncated_quotient, xp), x, y, least, greatest)
+
+
+def _of_one_period(xp, divide, x, y, least, greatest):
+    """Bounds a remainder: exactly where all of x has one quotient; lost where the divisor may be 0."""
+    lost = (y.least <= 0) & (y.greatest >= 0) | _wraps_absolute(x) | _wraps_absolute(y)
     divisor = xp.where(lost, xp.ones_like(y.least), y.least)
-    first, last = (_truncated_quotient(xp, n, divisor) for n in (x.least, x.greatest))
+    first, last = divide(x.least, divisor), divide(x.greatest, divisor)
     same = (y.least == y.greatest) & (first == last)
     least = xp.where(same, x.least - first * divisor, least)
     greatest = xp.where(same, x.greatest - first * divisor, greatest)
@@ -175,15 +180,9 @@ def _wraps_absolute(x):
 def _remainder(xp, parameters, x, y):
     """Bounds the remainder of the sign of the divisor that integers leave, as in Python."""
     one, zero = (np.asarray(n, parameters["dtype"]) for n in (1, 0))
-    lost = (y.least <= 0) & (y.greatest >= 0) | _wraps_absolute(x) | _wraps_absolute(y)
-    divisor = xp.where(lost, xp.ones_like(y.least), y.least)
-    least = xp.where(divisor > 0, zero, y.least + one)
-    greatest = xp.where(divisor > 0, y.greatest - one, zero)
-    first, last = x.least // divisor, x.greatest // divisor
-    same = (y.least == y.greatest) & (first == last)
-    least = xp.where(same, x.least - first * divisor, least)
-    greatest = xp.where(same, x.greatest - first * divisor, greatest)
-    return unless(xp, lost, least, greatest)
+    least = xp.where(y.least > 0, zero, y.least + one)
+    greatest = xp.where(y.least > 0, y.greatest - one, zero)
+    return _of_one_period(xp, operator.floordiv, x, y, least, greatest)
 
 
 def _shift_right(xp, _, x, y):

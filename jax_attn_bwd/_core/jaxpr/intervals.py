@@ -31,18 +31,12 @@ _MOVES = ("dynamic_slice", "dynamic_update_slice", "iota", "pad", "rev", "sort",
 
 @dataclass(frozen=True, eq=False)
 class Interval:
-    """Bounds of the elements of an array.
+    """Bounds of the elements of an array."""
 
-    Attributes:
-      least, greatest: arrays of its shape and dtype; one and the same object where the value is exact.
-      vague: whether it depends on something that was not known, and may be known later.
-      parts: what it was concatenated from along its last axis, where that is worth knowing.
-    """
-
-    least: Any
-    greatest: Any
-    vague: bool = False
-    parts: tuple["Interval", ...] = ()
+    least: Any  # an array of its shape and dtype
+    greatest: Any  # likewise; the same object where the value is exact
+    vague: bool = False  # whether it depends on something that was not known, and may be known later
+    parts: tuple["Interval", ...] = ()  # what it was concatenated from along its last axis, if worth knowing
 
     @property
     def is_exact(self) -> bool:

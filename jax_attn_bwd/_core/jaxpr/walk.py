@@ -117,9 +117,8 @@ class _Known(NamedTuple):
 def guarded(function: Callable[..., Any], seen: jax.Array, elements: tuple, args: tuple) -> jax.Array:
     """Runs `function(*elements, *args)`; elements that are not `seen` have derivative 0, and any value.
 
-    Args:
-      function: elementwise, of one result; `args` are arrays, and trees of them, that it gathers from.
-      seen: bool, broadcasts to the elements and has their rank.
+    The function is elementwise, of one result; `args` are arrays, and trees of them, that it gathers from;
+    `seen`, bool, broadcasts to the elements and has their rank.
     """
     # the jaxpr of the function of a flat list of arrays
     leaves, tree = jax.tree.flatten(args)

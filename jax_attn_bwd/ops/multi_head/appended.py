@@ -40,14 +40,6 @@ class AppendedRows(NamedTuple):
         return blockwise.split_rows(x, self.query.shape[-3])
 
 
-class RowGrads(NamedTuple):
-    """The gradients that the appended rows give; None = not asked."""
-
-    bias_k: jax.Array | None  # [K, H]
-    bias_v: jax.Array | None  # [K, Hv]
-    query: jax.Array | None  # [..., T, N, H], a share of the projected queries' gradient
-
-
 def rows(options: Options, operands: Operands, inner: dot_product.Operands) -> AppendedRows | None:
     """Returns the appended rows; None if there are none."""
     R, sizes = options.appended_rows(operands), inner.sizes
@@ -139,14 +131,11 @@ def gradients(
     dout: jax.Array,
     dp: jax.Array,
     delta: jax.Array,
-) -> RowGrads:
-    """Returns what the rows give to those gradients that are in `wanted`.
+) -> dict[str, jax.Array]:
+    """Returns those gradients that are in `wanted`, by name; of "query" a share, `[..., T, N, H]`.
 
-    Args:
-      p: `[..., K, G, T, R]`, the rows' probabilities.
-      dout: `[..., K, G, T, Hv]`, cotangent of the attention's output.
-      dp: `[..., K, G, T, R]`, cotangent of the probabilities.
-      delta: `[..., K, G, T, 1]`.
+    `p` and `dp`, `[..., K, G, T, R]`, are the rows' probabilities and their cotangent, `dout`
+    `[..., K, G, T, Hv]` that of the attention's output, and `delta` is `[..., K, G, T, 1]`.
     """
     # (9): the cotangent of the logits
     dx = options.attention.scale * p * (dp - delta)
@@ -155,14 +144,14 @@ def gradients(
         dx = dx * (1 - tanh * tanh)
 
     # of the first row, which is the given one, and of all queries
-    bias_k = bias_v = query = None
+    found = {}
     if "bias_k" in wanted:
-        bias_k = matmul_over_rows("kgtr", "kgth", "rkh", dx, rows.query, options.precision)[0]
+        found["bias_k"] = matmul_over_rows("kgtr", "kgth", "rkh", dx, rows.query, options.precision)[0]
     if "bias_v" in wanted:
-        bias_v = matmul_over_rows("kgtr", "kgth", "rkh", rows.dropped(p), dout, options.precision)[0]
+        found["bias_v"] = matmul_over_rows("kgtr", "kgth", "rkh", rows.dropped(p), dout, options.precision)[0]
     if "query" in wanted:
-        query = blockwise.merge_heads(_over_rows(options, dx, rows.keys))
-    return RowGrads(bias_k, bias_v, query)
+        found["query"] = blockwise.merge_heads(_over_rows(options, dx, rows.keys))
+    return found
 
 
 def tangent_sums(
@@ -175,12 +164,9 @@ def tangent_sums(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Computes what the rows add to the sums of the tangent, by (16), (17) of `tangent.py`.
 
-    Args:
-      result: that with the appended rows.
-      dq: `[..., T, N, H]`, tangent of the projected queries; None = 0, as in `along`.
-
-    Returns:
-      (dx `[..., K, G, T, R]`, the share of total `[..., T, N, Hv]`, that of mu `[..., T, N]`).
+    `result` is that with the appended rows; `dq [..., T, N, H]`, the tangent of the projected queries, may be
+    None for 0, as those of `along`. Returns (dx `[..., K, G, T, R]`, the share of total `[..., T, N, Hv]`,
+    that of mu `[..., T, N]`).
     """
     # (16)
     p, scale, terms = probabilities(options, rows, result), options.attention.scale, []

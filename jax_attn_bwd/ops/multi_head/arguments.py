@@ -1,6 +1,6 @@
 """From the arguments of a call to checked `Options` and `Operands`."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
@@ -11,7 +11,7 @@ from jax_attn_bwd.ops.dot_product.arguments import Like, bias_plane, mask_of, pl
 from jax_attn_bwd.ops.dot_product.spec import Sizes
 from jax_attn_bwd.ops.multi_head.spec import INPUTS, PARAMS, SAVE, MultiHeadAttentionParams, Operands, Options
 
-_SHAPES = {
+SHAPES = {
     "query_kernel": ("Eq", "N", "H"),
     "query_bias": ("N", "H"),
     "key_kernel": ("Ek", "K", "H"),
@@ -27,23 +27,13 @@ _SHAPES = {
 _WIDTHS = {"query_kernel": "query", "key_kernel": "key", "value_kernel": "value"}
 
 
-class _NamedSize(NamedTuple):
-    """A size and where it comes from."""
-
-    value: Any
-    source: str
-
-
 def prepare(
     operator: str, params, query, key, value, *, num_heads, bias, mask, scale, add_zero_attn, dropout_rate,
     out_dropout_rate, dropout_key, dropout_offset, add_residual, return_weights, average_weights,
     return_residual, save, rotary, logits_soft_cap, broadcast_dropout, precision, deterministic_sums,
-    deterministic=None,
-    is_causal=False, local_window_size=None, query_seq_lengths=None, key_value_seq_lengths=None,
-    query_segment_ids=None, key_value_segment_ids=None, query_positions=None, key_value_positions=None,
-    mask_mod=None, score_mod=None, mod_args=(),
+    deterministic=None, **visibility: Any,
 ) -> tuple[Options, Operands]:  # fmt: skip
-    """Checks every argument of `multi_head_attention`; raises as its docstring says."""
+    """Checks every argument of `multi_head_attention`, `visibility` in `mask_of`; raises as it says."""
     # inputs and parameters: of one dtype, with a size for every letter
     given = {"query": query, "key": key, "value": value}
     inputs = {n: checks.floating(operator, n, x) for n, x in given.items() if x is not None}
@@ -58,8 +48,7 @@ def prepare(
     query = operands.query
     sizes = _sizes(operator, params, operands, num_heads)
     *batch, T, _ = query.shape
-    S = operands.inputs[1].shape[-2]
-    N = sizes["N"].value
+    S, N = operands.inputs[1].shape[-2], sizes["N"]
 
     # planes, flags, and whether they fit together
     of_plane = Sizes(tuple(batch), T, S, 1, N)  # mask functions are checked as for one key head
@@ -67,15 +56,10 @@ def prepare(
         bias = bias_plane(operator, bias, of_plane, None)
     if mask is not None:  # the heads that it is sharded with are made under the rule
         mask = plane(operator, "mask", checks.boolean_mask(operator, mask), of_plane, None)
-    flags = {
-        "add_zero_attn": add_zero_attn,
-        "add_residual": add_residual,
-        "return_weights": return_weights,
-        "average_weights": average_weights,
-        "return_residual": return_residual,
-    }
-    flags = {name: checks.flag(operator, name, x) for name, x in flags.items()}
-    H, Eo = sizes["H"].value, sizes["Eo"].value
+    given = {"add_zero_attn": add_zero_attn, "add_residual": add_residual, "return_weights": return_weights}
+    given |= {"average_weights": average_weights, "return_residual": return_residual}
+    flags = {name: checks.flag(operator, name, x) for name, x in given.items()}
+    H, Eo = sizes["H"], sizes["Eo"]
     if flags["add_residual"] and Eo != query.shape[-1]:
         expected = f"have the width {query.shape[-1]} of query, to which it is added"
         raise ValueError(checks.message(operator, "the output, with add_residual,", expected, Eo))
@@ -87,14 +71,7 @@ def prepare(
         expected = "be known where params.query_kernel is None"
         remedy = "multiply query by it, hand the keys over by themselves, and pass scale=1.0"
         raise TypeError(checks.message(operator, "scale", expected, "a traced array", remedy))
-    like = Like(query, -2, None)
-    seen, score_mod = mask_of(
-        operator, like, of_plane, is_causal=is_causal, local_window_size=local_window_size,
-        query_seq_lengths=query_seq_lengths, key_value_seq_lengths=key_value_seq_lengths,
-        query_segment_ids=query_segment_ids, key_value_segment_ids=key_value_segment_ids,
-        query_positions=query_positions, key_value_positions=key_value_positions, mask_mod=mask_mod,
-        score_mod=score_mod, mod_args=mod_args,
-    )  # fmt: skip
+    seen, score_mod = mask_of(operator, Like(query, -2, None), of_plane, **visibility)
     dense = dot_product.options_of(
         operator, known_scale, query.dtype, logits_soft_cap, dropout_rate, broadcast_dropout, precision,
         deterministic_sums, deterministic, score_mod,
@@ -104,14 +81,10 @@ def prepare(
     options = Options(
         dense,
         N,
-        flags["add_zero_attn"],
-        checks.rate(operator, "out_dropout_rate", out_dropout_rate),
-        flags["add_residual"],
-        flags["return_weights"],
-        flags["average_weights"],
-        checks.choice(operator, "save", save, SAVE),
-        flags["return_residual"],
-        rotary_embedding.checked(operator, rotary, H),
+        out_dropout_rate=checks.rate(operator, "out_dropout_rate", out_dropout_rate),
+        save=checks.choice(operator, "save", save, SAVE),
+        rotary=rotary_embedding.checked(operator, rotary, H),
+        **flags,
     )
     rates = {"dropout_rate": options.attention.dropout_rate, "out_dropout_rate": options.out_dropout_rate}
     columns = S + options.appended_rows(operands)
@@ -134,7 +107,7 @@ def _params(operator: str, params: Any) -> MultiHeadAttentionParams:
     for name, x in params._asdict().items():
         if x is not None:
             checked[name] = x = checks.floating(operator, f"params.{name}", x)
-            letters = _SHAPES[name]
+            letters = SHAPES[name]
             names, flat = ", ".join(letters), x.ndim == 2 and len(letters) == 3
             remedy = f"write kernel.reshape({names})" if flat else ""
             checks.rank(operator, f"params.{name}", x, f"[{names}]", len(letters), remedy=remedy)
@@ -152,14 +125,15 @@ def _params(operator: str, params: Any) -> MultiHeadAttentionParams:
     return MultiHeadAttentionParams(**checked)
 
 
-def _sizes(operator: str, params, operands: Operands, num_heads: Any) -> dict[str, _NamedSize]:
+def _sizes(operator: str, params, operands: Operands, num_heads: Any) -> dict[str, Any]:
     """Returns the size of every shape letter; raises where two sources disagree."""
-    sizes: dict[str, _NamedSize] = {}
+    sizes: dict[str, Any] = {}
+    sources: dict[str, str] = {}
 
     def settle(letter: str, value: Any, source: str) -> None:
-        known = sizes.setdefault(letter, _NamedSize(value, source))
-        if known.value != value:
-            expected = f"have {letter} = {known.value}, as {known.source}"
+        known, first = sizes.setdefault(letter, value), sources.setdefault(letter, source)
+        if known != value:
+            expected = f"have {letter} = {known}, as {first}"
             raise ValueError(checks.message(operator, source, expected, value))
 
     checks.rank(operator, "query", operands.query, "[..., T, Eq]", least=2)
@@ -172,7 +146,7 @@ def _sizes(operator: str, params, operands: Operands, num_heads: Any) -> dict[st
         checks.shape(operator, name, x, letters, (*batch, S, x.shape[-1]))
     for name, source in _WIDTHS.items():
         if getattr(params, name) is not None:
-            settle(_SHAPES[name][0], inputs[source].shape[-1], source)
+            settle(SHAPES[name][0], inputs[source].shape[-1], source)
     if num_heads is not None:
         settle("N", checks.integer(operator, "num_heads", num_heads, least=1), "num_heads")
     # A missing kernel hands the input to every head: its width is the head size.
@@ -180,7 +154,7 @@ def _sizes(operator: str, params, operands: Operands, num_heads: Any) -> dict[st
         settle("H", inputs["query"].shape[-1], "query, which has no kernel,")
     for name, x in params._asdict().items():
         if x is not None:
-            for letter, n in zip(_SHAPES[name], x.shape, strict=True):
+            for letter, n in zip(SHAPES[name], x.shape, strict=True):
                 settle(letter, n, f"params.{name}")
     if params.key_kernel is None:
         settle("H", inputs["key"].shape[-1], "key, which has no kernel,")
@@ -189,14 +163,12 @@ def _sizes(operator: str, params, operands: Operands, num_heads: Any) -> dict[st
     if "N" not in sizes:
         expected = "be given where neither query nor the output is projected"
         raise ValueError(checks.message(operator, "num_heads", expected, None))
-    K = sizes.setdefault("K", _NamedSize(1, "one key head for all queries")).value
-    N = sizes["N"].value
+    N, K = sizes["N"], sizes.setdefault("K", 1)  # one key head for all queries
     if K < 1 or N % K:
         expected = "be a positive multiple of the key heads K"
-        remedy = f"{sizes['K'].source} has K = {K}"
+        remedy = f"{sources['K']} has K = {K}"
         raise ValueError(checks.message(operator, "query heads N", expected, N, remedy))
-    sizes.setdefault("Eo", _NamedSize(N * sizes["Hv"].value, "heads * value size"))
-    return sizes
+    return {"Eo": N * sizes["Hv"], **sizes}
 
 
 def _check_explicit_sharding(operator: str, operands: Operands) -> None:
@@ -215,7 +187,7 @@ def _check_explicit_sharding(operator: str, operands: Operands) -> None:
     for name in PARAMS:
         x = getattr(operands, name)
         if x is not None:
-            letters = _SHAPES[name]
+            letters = SHAPES[name]
             for letter, axis in zip(letters, sharding.explicit_spec(x), strict=True):
                 if axis is not None and letter not in ("N", "K", "Eo"):
                     expected = "not be sharded along its widths; heads may be"
@@ -233,7 +205,7 @@ def _check_mesh_axes(operator: str, operands: Operands) -> None:
     projections = [n for n in PARAMS if n.endswith(("_kernel", "_bias"))]
     for name, x in ((n, getattr(operands, n)) for n in projections):
         spec = () if x is None else sharding.explicit_spec(x)
-        for letter, axis in zip(_SHAPES[name], spec, strict=x is not None):
+        for letter, axis in zip(SHAPES[name], spec, strict=x is not None):
             role = "heads" if letter in ("N", "K") else letter
             for m in sharding.names_of(axis):
                 if (other := taken.setdefault(m, role)) != role:

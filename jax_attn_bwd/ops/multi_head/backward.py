@@ -43,7 +43,7 @@ from jax_attn_bwd._core import trees
 from jax_attn_bwd._core.numerics import accumulator_dtype, reduce_to, to_rank
 from jax_attn_bwd._core.products import accumulated, sum_of_products
 from jax_attn_bwd._core.rotary import rotate
-from jax_attn_bwd._core.sharding import match_type, reshard_like
+from jax_attn_bwd._core.sharding import match_types, reshard_like
 from jax_attn_bwd.ops.dot_product import blockwise
 from jax_attn_bwd.ops.dot_product.spec import DotProductAttentionGrads as Shares
 from jax_attn_bwd.ops.multi_head import appended
@@ -116,9 +116,8 @@ def _add(x: Any, y: Any) -> Any:
 def _undo_output(options, through, residuals, inner, live, dout, dweights):
     """Computes (5) to (8), (10), (11).
 
-    Returns:
-      the layer's gradients that are whole here, by name; da; and shares of the gradients of dense attention's
-      operands, to which its backward over the tiles adds the rest.
+    Returns (the layer's gradients that are whole here, by name; da; shares of the gradients of dense
+    attention's operands, to which its backward over the tiles adds the rest).
     """
     # (5), (6): the output projection
     operands, result = residuals.operands, residuals.residual.attention()
@@ -150,23 +149,18 @@ def _undo_output(options, through, residuals, inner, live, dout, dweights):
     if rows is not None:
         wanted = (through.names & {"query"}) | (residuals.wanted.names & {"bias_k", "bias_v"})
         found = appended.gradients(options, rows, wanted, p.rows, dz, dp.rows, delta)
-        grads |= {name: x for name in ("bias_k", "bias_v") for x in [getattr(found, name)] if x is not None}
-        shares = Shares(query=found.query)
+        shares = Shares(query=found.pop("query", None))
+        grads |= found
     if plane is not None:
-        found = Shares(**blockwise.gradients(plane, through.names, p.keys, dz, dp.keys, delta))
-        shares = Shares(*map(_add, shares, found))
+        found = blockwise.gradients(plane, through.names, p.keys, dz, dp.keys, delta)
+        shares = Shares(*map(_add, shares, Shares(**found)))
     if "sink" in through.names:
         dsink = blockwise.gradient_of_sink(inner.sink, result, blockwise.merge_rows(delta[..., 0]))
         shares = shares._replace(sink=dsink)
 
     # dense attention sums these over the shards that share them, so what joins them must be summed
-    matched = {
-        name: jax.tree.map(match_type, x, trees.floats(getattr(inner, name)))
-        for name in ("key", "value", "bias", "sink", "mod_args")
-        for x in [getattr(shares, name)]
-        if x is not None
-    }
-    return grads, da, shares._replace(**matched)
+    joined = {name: x for name, x in shares._asdict().items() if x is not None and name != "query"}
+    return grads, da, shares._replace(**match_types(joined, inner))
 
 
 def _probabilities(options, residuals, inner, rows, plane) -> _Columns:
@@ -251,17 +245,12 @@ def _undo_projections(options, residuals, clean, grads, shares):
             grads[source] = _add(grads.get(source), dx)
 
     # in the types of the arguments
-    grads |= {"bias": shares.bias, "sink": shares.sink}
+    grads |= {"bias": shares.bias, "sink": shares.sink, "mod_args": shares.mod_args}
     found = {}
-    for name in sorted(wanted - {"mod_args"}):
-        grad, primal = grads.get(name), getattr(operands, name)
+    for name in sorted(wanted):
+        primal, grad = trees.floats(getattr(operands, name)), grads.get(name)
         if grad is None:  # no cotangent leads there
-            grad = jnp.zeros_like(primal)
-        elif grad.shape != primal.shape:  # rows that were handed to several heads get the sum of theirs
-            grad = reduce_to(grad, primal.shape)
-        found[name] = match_type(grad, primal)
-    if "mod_args" in wanted:
-        numbers = trees.floats(operands.mod_args)  # those that have a gradient
-        args = jax.tree.map(jnp.zeros_like, numbers) if shares.mod_args is None else shares.mod_args
-        found["mod_args"] = jax.tree.map(match_type, args, numbers)
-    return found
+            grad = jax.tree.map(jnp.zeros_like, primal)
+        # rows that were handed to several heads get the sum of theirs
+        found[name] = jax.tree.map(lambda x, like: reduce_to(x, like.shape), grad, primal)
+    return match_types(found, operands)

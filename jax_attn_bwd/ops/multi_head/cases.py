@@ -12,15 +12,11 @@ from jax_attn_bwd._core.cases import Case, Operator
 from jax_attn_bwd._core.rotary import Rotary
 from jax_attn_bwd.ops.dot_product import cases as dense
 from jax_attn_bwd.ops.multi_head import api, projections, reference
+from jax_attn_bwd.ops.multi_head.arguments import SHAPES
 from jax_attn_bwd.ops.multi_head.spec import PARAMS, MultiHeadAttentionParams
 
 _SIZES = dict(B=(2,), T=5, S=7, N=4, K=2, H=3, Hv=5, Eq=6, Ek=7, Ev=8, Eo=9)
-_SHAPES = {
-    "query_kernel": "Eq N H", "query_bias": "N H", "key_kernel": "Ek K H", "key_bias": "K H",
-    "value_kernel": "Ev K Hv", "value_bias": "K Hv", "out_kernel": "N Hv Eo", "out_bias": "Eo",
-    "bias_k": "K H", "bias_v": "K Hv", "sink": "N",
-    "query": "B T Eq", "key": "B S Ek", "value": "B S Ev",
-}  # fmt: skip
+_SHAPES = SHAPES | {"query": ("B", "T", "Eq"), "key": ("B", "S", "Ek"), "value": ("B", "S", "Ev")}
 KERNELS = ("query_kernel", "key_kernel", "value_kernel", "out_kernel")
 BIASES = ("query_bias", "key_bias", "value_bias", "out_bias")
 INPUTS = ("query", "key", "value")
@@ -32,22 +28,21 @@ def case(
     name: str,
     given: tuple[str, ...] = (*INPUTS, *KERNELS, *BIASES),
     *,
-    tags: tuple[str, ...] = ("ci",),
     extra: Callable | None = None,
     sizes: Mapping[str, Any] | None = None,
-    dtype: str = "bfloat16",
-    means: Mapping[str, float] | None = None,
-    times: Mapping[str, float] | None = None,
     **options: Any,
 ) -> Case:
-    """Returns a case; `given` names the arrays, `extra(rng, sizes) -> {argument: array}` adds others."""
+    """Returns a case of these options, and of `case_of`.
+
+    `given` names the arrays, `extra(rng, sizes) -> {argument: array}` adds others.
+    """
     n = {**_SIZES, **(sizes or {})}
 
     def build(rng):
         arrays = {}
         for argument in given:
             shape = []
-            for letter in _SHAPES[argument].split():
+            for letter in _SHAPES[argument]:
                 size = n[letter]
                 shape += size if isinstance(size, tuple) else [size]
             # Kernels as at initialisation: heads near 1, so that the softmax is not saturated.
@@ -55,7 +50,7 @@ def case(
             arrays[argument] = rng.normal(0, spread, shape)
         return arrays | (extra(rng, n) if extra else {})
 
-    return Case(name, build, options, frozenset(tags), dtype, means=means or {}, times=times or {})
+    return draw.case_of(name, build, **options)
 
 
 KEY = draw.dropout_key(3, 5)

@@ -1,9 +1,6 @@
-"""Forward of the multi-head attention layer: project, attend, append, project.
+"""Forward of the multi-head attention layer, (1) to (4) of `backward.py`: project, attend, append, project.
 
-q = R(x_q W_q + b_q),   k = R(x_k W_k + b_k),   v = x_v W_v + b_v       R: rotary, or nothing
-z, lse = attention(q, k, v)             tile by tile: dense attention's own forward, portable or kernel
-z, lse = with the appended rows         appended.py
-out    = dropout(z W_o + b_o) + x_q
+Dense attention's own forward, portable or kernel, attends tile by tile; `appended.py` joins its rows to that.
 """
 
 from functools import partial

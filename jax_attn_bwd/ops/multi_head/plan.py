@@ -23,15 +23,10 @@ RULES: tuple[Rule, ...] = ()
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything static of a call.
+    """Everything static of a call."""
 
-    Attributes:
-      options: what is computed.
-      attention: how the dense attention inside is computed, by which of its implementations.
-    """
-
-    options: Options
-    attention: blockwise.Plan
+    options: Options  # what is computed
+    attention: blockwise.Plan  # how the dense attention inside is computed, by which of its implementations
 
     @property
     def way(self) -> str:

@@ -99,22 +99,21 @@ def _to_heads(x: jax.Array, n: int) -> jax.Array:
     return x if x.shape[-2] == n else jnp.broadcast_to(x, (*x.shape[:-2], n, x.shape[-1]))
 
 
-def attention_operands(operands: Operands, heads: Heads) -> dot_product.Operands:
-    """Returns the operands of dense attention over the projected keys, without the appended rows."""
-    # what has heads is sharded as the queries are
-    batch = range(heads.query.ndim - 3)
-    q, offset = heads.query, operands.dropout_offset
-    bias, elements = (
-        None if x is None else reshard_like(x, q, (*batch, -2, -3, None))
-        for x in (operands.bias, operands.mask.elements)
-    )
-    sink = None if operands.sink is None else reshard_like(operands.sink, q, (-2,))
+def attention_operands(operands: Operands, heads: Heads, like: Any = None) -> dot_product.Operands:
+    """Returns the operands of dense attention over the projected keys, without the appended rows.
+
+    Of tangents, too, where `like` are the queries, as whose shards what has heads lies.
+    """
+    like, offset = heads.query if like is None else like, operands.dropout_offset
+    placed = lambda x, *axes: None if x is None else reshard_like(x, like, axes)
+    of_plane = (*range(like.ndim - 3), -2, -3, None)
+    bias, elements = (placed(x, *of_plane) for x in (operands.bias, operands.mask.elements))
 
     # columns of the appended rows are not the tiles' to draw
     if offset is not None and offset.column.ndim:
         offset = offset._replace(column=offset.column[: heads.key.shape[-3]])
     mask = operands.mask.replace(elements=elements)
-    return dot_product.Operands(*heads, bias, sink, mask, operands.dropout_words, offset)
+    return dot_product.Operands(*heads, bias, placed(operands.sink, -2), mask, operands.dropout_words, offset)
 
 
 def output(options: Options, operands: Operands, z: jax.Array) -> jax.Array:
@@ -172,13 +171,12 @@ def output_factors(
     *batch, T, Eo = out.shape
     constant = (jnp.uint32(OUT[0]), jnp.uint32(OUT[1]))
     words = jnp.stack(dropout.threefry((words[0], words[1]), constant))
-    zero = jnp.uint32(0)
-    offset = offset or dropout.Offset(zero, zero, zero, zero)
+    offset = dropout.or_origin(offset)
     index = partial(jnp.arange, dtype=jnp.uint32)
     entry = index(math.prod(batch)).reshape(*batch, 1, 1) + offset.batch
     row = offset.row if offset.row.ndim else offset.row + index(T)
     row, column = to_rank(row[:, None], out.ndim), to_rank(index(Eo), out.ndim)
-    return dropout.factors(dropout.head_keys(words, entry, zero), row, column, rate, out.dtype)
+    return dropout.factors(dropout.head_keys(words, entry, jnp.uint32(0)), row, column, rate, out.dtype)
 
 
 @partial(jax.jit, static_argnums=(0,))

@@ -70,11 +70,6 @@ class Options:
         """The precision of all matrix products."""
         return self.attention.precision
 
-    @property
-    def deterministic_sums(self) -> bool:
-        """Tells whether a kernel adds in the same order in each run."""
-        return self.attention.deterministic_sums
-
     def appended_rows(self, operands: "Operands") -> int:
         """Returns R, the number of keys that are appended to the projected ones."""
         return (operands.bias_k is not None) + self.add_zero_attn

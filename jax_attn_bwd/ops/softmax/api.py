@@ -91,25 +91,21 @@ def scaled_masked_softmax(
         raise ValueError(checks.message(_NAME, "axis", expected, f"{given} for rank {x.ndim}"))
 
     # arrays of the rank of x, sharded as x is
-    def plane(argument: str, array: jax.Array) -> jax.Array:
-        checks.broadcasts(_NAME, argument, array, "the shape of x", x.shape)
-        return reshard_like(to_rank(array, x.ndim), x, tuple(range(x.ndim)))
-
     if mask is not None:
-        mask = plane("mask", checks.boolean_mask(_NAME, mask))
+        mask = _plane(_NAME, "mask", checks.boolean_mask(_NAME, mask), x)
     if bias is not None:
-        bias = plane("bias", checks.floating(_NAME, "bias", bias))
+        bias = _plane(_NAME, "bias", checks.floating(_NAME, "bias", bias), x)
     if sink is not None:
         sink = checks.floating(_NAME, "sink", sink)
         rows = x.shape[: axis % x.ndim] + x.shape[axis % x.ndim :][1:]
         checks.broadcasts(_NAME, "sink", sink, "the shape of x without axis", rows)
-        sink = plane("sink", jnp.expand_dims(to_rank(sink, len(rows)), axis))
+        sink = _plane(_NAME, "sink", jnp.expand_dims(to_rank(sink, len(rows)), axis), x)
     static_scale, scale_array = _scale(_NAME, scale, x)
     fully_masked = checks.choice(_NAME, "fully_masked", fully_masked, get_args(FullyMasked))
 
     options = Options(static_scale, axis, is_causal, window, fully_masked)
     operands = Operands(x, scale_array, mask, bias, sink)
-    plan = _planned(_NAME, implementation, options, operands)
+    plan = backend.planned(_NAME, IMPLEMENTATIONS, implementation, options, operands, planned)
     return _OPERATION.runner(_NAME, forward_mode)(plan, operands)
 
 
@@ -145,19 +141,16 @@ def scaled_masked_softmax_bwd(
     dy = reshard_like(dy, y, tuple(range(y.ndim)))
     axis = _axis(name, y, axis)
     static_scale, scale_array = _scale(name, scale, y)
-    plan = _planned(name, None, Options(scale=static_scale, axis=axis), Operands(y, scale_array))
+    options, operands = Options(scale=static_scale, axis=axis), Operands(y, scale_array)
+    plan = backend.planned(name, IMPLEMENTATIONS, None, options, operands, planned)
 
     # y alone tells what was masked, but in rows that were filled
     if mask is not None:
-        mask = checks.boolean_mask(name, mask)
-        checks.broadcasts(name, "mask", mask, "the shape of y", y.shape)
-        mask = reshard_like(to_rank(mask, y.ndim), y, tuple(range(y.ndim)))
+        mask = _plane(name, "mask", checks.boolean_mask(name, mask), y, "the shape of y")
         y = jnp.where(~mask & jnp.isnan(y), 0, y)  # a row filled with NaN
     residuals = Residuals(y, Wanted((("x", jax.typeof(y)),)), scale_array)
     dx = _implementation(plan).backward(plan, residuals, dy)["x"]
-    if mask is None:
-        return dx
-    return jnp.where(mask, dx, 0)
+    return dx if mask is None else jnp.where(mask, dx, 0)
 
 
 def _axis(operator: str, x: jax.Array, axis: Any) -> int:
@@ -169,13 +162,19 @@ def _axis(operator: str, x: jax.Array, axis: Any) -> int:
     return axis % x.ndim - x.ndim
 
 
+def _plane(
+    operator: str, argument: str, array: jax.Array, x: jax.Array, shape: str = "the shape of x"
+) -> jax.Array:
+    """Returns what broadcasts to `x` in the rank of `x`, sharded as that is."""
+    checks.broadcasts(operator, argument, array, shape, x.shape)
+    return reshard_like(to_rank(array, x.ndim), x, tuple(range(x.ndim)))
+
+
 def _scale(operator: str, scale: Any, x: jax.Array) -> tuple[float | None, jax.Array | None]:
     """Returns (Python float, None) or (None, array of the rank of x)."""
     if not checks.is_array(scale):
         return checks.scale(operator, scale, x.dtype), None
-    scale = checks.floating(operator, "scale", scale)
-    checks.broadcasts(operator, "scale", scale, "the shape of x", x.shape)
-    return None, reshard_like(to_rank(scale, x.ndim), x, tuple(range(x.ndim)))
+    return None, _plane(operator, "scale", checks.floating(operator, "scale", scale), x)
 
 
 PORTABLE = backend.Implementation("xla", portable_forward.forward, portable_backward.backward)
@@ -184,11 +183,6 @@ IMPLEMENTATIONS = (
     backend.kernel("mosaic_gpu", __package__, PORTABLE, ("hopper",), in_one_file=True),
     PORTABLE,
 )
-
-
-def _planned(operator: str, implementation: str | None, options: Options, operands: Operands) -> Plan:
-    """Returns the plan of a call; raises where the implementation asked for cannot run it."""
-    return backend.planned(operator, IMPLEMENTATIONS, implementation, options, operands, planned)
 
 
 def _implementation(plan: Plan) -> backend.Implementation:
@@ -220,8 +214,4 @@ def _backward(plan, saved, wanted, dy):
     return Operands(None)._replace(**_implementation(plan).backward(plan, saved, dy))
 
 
-def _tangent(plan, saved, tangents):
-    return written_tangent.tangent(plan.options, saved, tangents)
-
-
-_OPERATION = Operation(DIFFERENTIABLE, _primal, _forward, _backward, _tangent)
+_OPERATION = Operation(DIFFERENTIABLE, _primal, _forward, _backward, written_tangent.tangent)

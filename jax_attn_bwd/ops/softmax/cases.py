@@ -3,28 +3,17 @@
 import jax
 import numpy as np
 
-from jax_attn_bwd._core.cases import Case, Operator, both, mask, seen_with_bias, sink
+from jax_attn_bwd._core.cases import Case, Operator, both, case_of, mask, seen_with_bias, sink
 from jax_attn_bwd.ops.softmax import api, reference
 
 
-def case(
-    name,
-    shape=(2, 3, 9, 13),
-    *,
-    spread=1.0,
-    tags=("ci",),
-    dtype="bfloat16",
-    means=None,
-    times=None,
-    extra=None,
-    **options,
-) -> Case:
-    """Returns a case with these options; `extra(rng, {}) -> {argument: array}` adds to x."""
+def case(name, shape=(2, 3, 9, 13), *, spread=1.0, extra=None, **options) -> Case:
+    """Returns a case of these options, and of `case_of`; `extra(rng, {}) -> {argument: array}` adds to x."""
 
     def build(rng):
         return {"x": rng.normal(0, spread, shape)} | (extra(rng, {}) if extra else {})
 
-    return Case(name, build, options, frozenset(tags), dtype, means=means or {}, times=times or {})
+    return case_of(name, build, **options)
 
 
 def normal(**shapes):

@@ -125,11 +125,8 @@ def _top(plan, z, sink) -> tuple[jax.Array, jax.Array | None]:
     twice in slower loops. Over one entry, or one entry a device, XLA drops the start, so there each entry is
     raised to that number.
     """
-    axis, least, z = (
-        plan.options.axis % z.ndim,
-        jnp.asarray(jnp.finfo(z.dtype).min, z.dtype),
-        lax.stop_gradient(z),
-    )
+    axis, z = plan.options.axis % z.ndim, lax.stop_gradient(z)
+    least = jnp.asarray(jnp.finfo(z.dtype).min, z.dtype)
     if sink is None:
         z = z if plan.finite_start else jnp.maximum(z, least)
         return jnp.expand_dims(lax.reduce(z, least, lax.max, (axis,)), axis), None

@@ -29,20 +29,12 @@ RULES = (FINITE_START, HIDDEN_BY_A_SUM)
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything static of a call.
+    """Everything static of a call."""
 
-    Attributes:
-      options: what is computed.
-      implementation: the name of the one that runs.
-      finite_start: whether the maximum of a row starts at the least finite number, instead of each entry
-        being raised to it.
-      hidden_by_a_sum: whether -inf is added to what is hidden, instead of being selected.
-    """
-
-    options: Options
-    implementation: str
-    finite_start: bool = False
-    hidden_by_a_sum: bool = False
+    options: Options  # what is computed
+    implementation: str  # the name of the one that runs
+    finite_start: bool = False  # a row's maximum starts at the least finite number, no entry is raised to it
+    hidden_by_a_sum: bool = False  # -inf is added to what is hidden, instead of being selected
 
     @property
     def way(self) -> str:

@@ -26,14 +26,15 @@ import jax.numpy as jnp
 
 from jax_attn_bwd._core.numerics import accumulator_dtype
 from jax_attn_bwd._core.products import sum_of_products
-from jax_attn_bwd.ops.softmax.spec import Operands, Options, Residuals
+from jax_attn_bwd.ops.softmax.plan import Plan
+from jax_attn_bwd.ops.softmax.spec import Operands, Residuals
 
 
 @partial(jax.jit, static_argnums=0)
-def tangent(options: Options, residuals: Residuals, tangents: Operands) -> jax.Array:
+def tangent(plan: Plan, residuals: Residuals, tangents: Operands) -> jax.Array:
     """Returns dy, of the shape and dtype of y; None in `tangents` is zero."""
     # what is seen, and tangents where it is
-    dtype, axis = accumulator_dtype(residuals.y.dtype), options.axis
+    dtype, axis = accumulator_dtype(residuals.y.dtype), plan.options.axis
     y, scale = residuals.y.astype(dtype), residuals.scale
     if residuals.live is not None:
         y = jnp.where(residuals.live, y, 0)
@@ -45,7 +46,7 @@ def tangent(options: Options, residuals: Residuals, tangents: Operands) -> jax.A
     if tangents.sink is not None:
         dsink = tangents.sink.astype(dtype)
     if tangents.x is not None:
-        factor: Any = options.scale if scale is None else scale.astype(dtype)
+        factor: Any = plan.options.scale if scale is None else scale.astype(dtype)
         dz += factor * read(tangents.x)
     if tangents.bias is not None:
         dz += read(tangents.bias)

@@ -41,13 +41,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_attn_bwd._core import masks, mosaic_gpu, pallas
+from jax_attn_bwd._core import masks, mosaic_gpu
 from jax_attn_bwd._core.mosaic_gpu import SHARED_MEMORY, launch
 from jax_attn_bwd._core.numerics import finite
 from jax_attn_bwd._core.pallas import out_type, vary_alike
 from jax_attn_bwd.ops.softmax.kernels import rules as kernel_rules
-from jax_attn_bwd.ops.softmax.plan import Plan
-from jax_attn_bwd.ops.softmax.spec import Operands, Options, Residuals, Result
+from jax_attn_bwd.ops.softmax.spec import Options
 
 NARROW = 2048  # widest rows that one warp holds whole
 _SEGMENT = 128  # elements of a segment of a wide row
@@ -61,36 +60,23 @@ Merged = Sequence[Sequence[int]]
 
 @dataclass(frozen=True)
 class Tiling:
-    """Never changes the answer. See the module for fragments and tiles.
+    """Never changes the answer. See the module for fragments and tiles."""
 
-    Attributes:
-      rows, columns: of a fragment.
-      vector: neighbouring elements that one thread holds.
-      fragments: of a tile.
-      tiles: of a row that a warpgroup walks over.
-      slots: tiles that a warpgroup has shared memory for.
-      warpgroups: that share a row.
-      wide: rows of a fragment are segments of one row of the array.
-    """
-
-    rows: int
-    columns: int
-    vector: int
-    fragments: int
-    tiles: int = 1
-    slots: int = 1
-    warpgroups: int = 1
-    wide: bool = False
+    rows: int  # of a fragment
+    columns: int  # of a fragment
+    vector: int  # neighbouring elements that one thread holds
+    fragments: int  # of a tile
+    tiles: int = 1  # of a row that a warpgroup walks over
+    slots: int = 1  # tiles that a warpgroup has shared memory for
+    warpgroups: int = 1  # that share a row
+    wide: bool = False  # rows of a fragment are segments of one row of the array
 
     @staticmethod
     def default_for(rows: int, width: int, dtype: Any, element_bytes: int, elements: int) -> "Tiling":
         """Picks a tiling for `rows` rows, along the axis that a tile may hold several of, of padded `width`.
 
-        Args:
-          rows, width: see above.
-          dtype: of x.
-          element_bytes: of shared memory for an element of a tile, in all arrays that are read.
-          elements: of a tile, at most where that is possible.
+        An element of a tile takes `element_bytes` of shared memory, in all arrays that are read; a tile has
+        at most `elements` where that is possible; `dtype` is that of x.
         """
         # wide rows: the halves of segments lie side by side in pairs of fragments, for up to 4 warpgroups
         vector = 16 // jnp.dtype(dtype).itemsize
@@ -149,14 +135,10 @@ def padded_width(width: int, dtype: Any, count: int) -> int:
 
 
 def collapse(shape: tuple[int, ...], full: Sequence[tuple[bool, ...]]) -> Merged:
-    """Merged the row axes, merged where every operand has all of them or broadcasts all of them.
+    """Groups neighbouring row axes, where every operand has all of a group or broadcasts all of it.
 
-    Args:
-      shape: of x without its last axis.
-      full: for each operand that broadcasts: which of these axes it has.
-
-    Returns:
-      merged of neighbouring axes; axes of size 1 are in none.
+    `shape` is that of x without its last axis; `full` tells for each operand that broadcasts which of these
+    axes it has. Axes of size 1 are in no group.
     """
     merged: list[list[int]] = []
     for axis, n in enumerate(shape):
@@ -177,12 +159,7 @@ def view(x: jax.Array, merged: Merged) -> jax.Array:
 
 
 class RowBlock:
-    """A block of the grid, inside a kernel: copies of its tiles, their fragments, reductions over a row.
-
-    Attributes:
-      tiling: of the kernel.
-      wg: the warpgroup.
-    """
+    """A block of the grid, inside a kernel: copies of its tiles, their fragments, reductions over a row."""
 
     def __init__(self, tiling: Tiling, rows: Sequence[int], inputs, output, buffers, shared):
         """Takes rows that are merged into axes of the sizes `rows`, and refs as `run` makes them."""
@@ -417,19 +394,6 @@ def run(
     return call(*arrays)
 
 
-supports = partial(kernel_rules.unsupported, dtypes=_DTYPES)
-
-
-def forward(plan: Plan, operands: Operands) -> Result:
-    """Computes the softmax; see `supports`."""
-    return _forward(plan.options, pallas.is_interpreted(mosaic_gpu.NAME), operands)
-
-
-@partial(jax.jit, static_argnums=(0, 1))
-def _forward(options, interpret, operands):
-    return kernel_rules.result(partial(_softmax, options, interpret), operands)
-
-
 def _softmax(options: Options, interpret: bool, x: jax.Array, planes: dict) -> jax.Array:
     """Computes y of one shard."""
     # axes that every array has, or broadcasts over, are one axis; a band is that of the last one
@@ -515,17 +479,7 @@ def _kernel(options: Options, width: int, where: dict[str, int], has_rows: bool,
         )
 
 
-# ---- backward: (4), (5) and (7) of `backward.py`; the gradient of a bias is XLA's, see `rules.gradients`
-
-
-def backward(plan: Plan, residuals: Residuals, dy: jax.Array) -> dict[str, jax.Array]:
-    """Computes the gradients of the operands in `residuals.wanted`, by name."""
-    return _backward(plan.options, pallas.is_interpreted(mosaic_gpu.NAME), residuals, dy)
-
-
-@partial(jax.jit, static_argnums=(0, 1))
-def _backward(options, interpret, residuals, dy):
-    return kernel_rules.gradients(partial(_dx, options.scale, interpret), residuals, dy)
+# ---- backward: (4), (5) and (7) of `backward.py`; the gradient of a bias is XLA's, see `rules.by_kernels`
 
 
 def _dx(scale: float, interpret: bool, y: jax.Array, dy: jax.Array) -> jax.Array:
@@ -557,3 +511,7 @@ def _dx_kernel(scale: float, block: RowBlock) -> None:
     # forwards over the tiles of a row the dot product, backwards dx, from what is still there
     dot = block.row_value("sum", block.forwards(add, block.full(0.0)))  # (4)
     block.backwards(lambda k, last: (scale * (y * (dy - dot)) for y, dy in fragments(k)))  # (5), (7)
+
+
+supports = partial(kernel_rules.unsupported, dtypes=_DTYPES)
+forward, backward = kernel_rules.by_kernels(mosaic_gpu.NAME, _softmax, _dx)

@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 from jax_attn_bwd._core import pallas
 from jax_attn_bwd._core.numerics import reduce_to
 from jax_attn_bwd._core.sharding import explicit_spec, match_type, reshard_like, tie
-from jax_attn_bwd.ops.softmax.spec import Operands, Options, Residuals, Result
+from jax_attn_bwd.ops.softmax.spec import Operands, Options, Result
 
 Kernel = Callable[..., jax.Array]
 Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -47,12 +48,6 @@ def unsupported(options: Options, operands: Operands, dtypes: tuple[str, ...]) -
     return None
 
 
-def planes_of(operands: Operands) -> dict[str, jax.Array]:
-    """Returns the mask and the bias that are given, by name."""
-    planes = (("mask", operands.mask), ("bias", operands.bias))
-    return {name: plane for name, plane in planes if plane is not None}
-
-
 def read_arrays(x: jax.Array, planes: dict[str, jax.Array]) -> list[jax.Array]:
     """Lists what a kernel reads: x, and each plane for all columns, masks as int8."""
     arrays = [x]
@@ -62,48 +57,54 @@ def read_arrays(x: jax.Array, planes: dict[str, jax.Array]) -> list[jax.Array]:
     return arrays
 
 
-def result(kernel: Kernel, operands: Operands, wrapped: Wrapper = lambda call: call) -> Result:
-    """Computes y of each device by `kernel(x, planes)`; `wrapped` says how the call is batched."""
-    call = wrapped(lambda *given: pallas.on_local_shards(kernel, lambda x, _: x, given))
-    return tie(Result(call(operands.x, planes_of(operands)), None, None), operands)
+def by_kernels(
+    implementation: str, softmax: Kernel, dx: Kernel, batched: Wrapper = lambda call: call
+) -> tuple[Callable[..., Result], Callable[..., dict[str, jax.Array]]]:
+    """Returns (forward, backward) of an implementation, whose kernels run on each device's shards.
+
+    `softmax(options, interpret, x, planes)` gives y, `dx(scale, interpret, y, dy)` the gradient of x;
+    `batched` says how both are batched.
+    """
+
+    def of_shards(kernel, *arrays):
+        return batched(lambda *given: pallas.on_local_shards(kernel, lambda x, _: x, given))(*arrays)
+
+    @partial(jax.jit, static_argnums=(0, 1))
+    def _forward(options, interpret, operands):
+        planes = {"mask": operands.mask, "bias": operands.bias}
+        given = {name: plane for name, plane in planes.items() if plane is not None}
+        y = of_shards(partial(softmax, options, interpret), operands.x, given)
+        return tie(Result(y, None, None), operands)
+
+    @partial(jax.jit, static_argnums=(0, 1))
+    def _backward(options, interpret, residuals, dy):
+        y, types = residuals.y, dict(residuals.wanted.types)
+        dy = reshard_like(dy, y, tuple(range(y.ndim)))
+        grads = {}
+        if "x" in types:
+            grads["x"] = of_shards(partial(dx, options.scale, interpret), y, dy)
+        if "bias" in types:  # (4), (5) and (8): a reduction that XLA fuses over y and dy
+            seen, prob = jnp.where(y == 0, 0, dy.astype(jnp.float32)), y.astype(jnp.float32)
+            dot = (prob * seen).sum(-1, keepdims=True)
+            grads["bias"] = reduce_to(prob * (seen - dot), types["bias"].shape)
+        return {name: match_type(grad, types[name]) for name, grad in grads.items()}
+
+    run = lambda rule: lambda plan, *given: rule(plan.options, pallas.is_interpreted(implementation), *given)
+    return run(_forward), run(_backward)
 
 
-def gradients(
-    kernel: Kernel, residuals: Residuals, dy: jax.Array, wrapped: Wrapper = lambda call: call
-) -> dict[str, jax.Array]:
-    """Computes the gradients in `residuals.wanted`, that of x on each device by `kernel(y, dy)`."""
-    y, types = residuals.y, dict(residuals.wanted.types)
-    dy = reshard_like(dy, y, tuple(range(y.ndim)))
-    grads = {}
-    if "x" in types:
-        call = wrapped(lambda *given: pallas.on_local_shards(kernel, lambda y, _: y, given))
-        grads["x"] = call(y, dy)
-    if "bias" in types:  # (4), (5) and (8): a reduction that XLA fuses over y and dy
-        seen, prob = jnp.where(y == 0, 0, dy.astype(jnp.float32)), y.astype(jnp.float32)
-        dot = (prob * seen).sum(-1, keepdims=True)
-        grads["bias"] = reduce_to(prob * (seen - dot), types["bias"].shape)
-    return {name: match_type(grad, types[name]) for name, grad in grads.items()}
+def exponent(options: Options, has_bias: bool) -> tuple[float, float, float]:
+    """Picks where the scale goes: returns (factor, slope, weight).
 
-
-class Exponent(NamedTuple):
-    """Probabilities are exp2(slope * (z - max z)) of z = factor * x + weight * bias."""
-
-    factor: float
-    slope: float
-    weight: float
-
-
-def exponent(options: Options, has_bias: bool) -> Exponent:
-    """Picks where the scale goes.
-
-    Differences to the maximum are scaled, not logits, where that is exact: without a bias, with a scale that
-    takes an overflowed difference far below zero and leaves none of them NaN. With a bias, logits are in a
-    unit in which they do not overflow.
+    Probabilities are exp2(slope * (z - max z)) of z = factor * x + weight * bias. Differences to the maximum
+    are scaled, not logits, where that is exact: without a bias, with a scale that takes an overflowed
+    difference far below zero and leaves none of them NaN. With a bias, logits are in a unit in which they do
+    not overflow.
     """
     scale = 1.0 if options.scale is None else options.scale
     slope = math.log2(math.e)
     if has_bias:
-        return Exponent(scale / options.unit, slope * options.unit, 1.0 / options.unit)
+        return scale / options.unit, slope * options.unit, 1.0 / options.unit
     if _TINY <= abs(scale) <= 1 / _TINY:
-        return Exponent(math.copysign(1.0, scale), slope * abs(scale), 1.0)
-    return Exponent(scale, slope, 1.0)
+        return math.copysign(1.0, scale), slope * abs(scale), 1.0
+    return scale, slope, 1.0

@@ -20,8 +20,7 @@ from jax_attn_bwd._core import masks, mosaic_tpu, pallas
 from jax_attn_bwd._core.mosaic_tpu import LANES, ZERO
 from jax_attn_bwd._core.numerics import finite
 from jax_attn_bwd.ops.softmax.kernels import rules as kernel_rules
-from jax_attn_bwd.ops.softmax.plan import Plan
-from jax_attn_bwd.ops.softmax.spec import Operands, Options, Residuals, Result
+from jax_attn_bwd.ops.softmax.spec import Options
 
 _DTYPES = ("float32", "bfloat16")
 _ELEMENTS = 2**19  # of a block: 2 MiB of float32, or one group of 8 rows if these are longer
@@ -62,18 +61,11 @@ def run(
     def kernel(*refs):
         first = pl.program_id(len(lead)) * size
 
-        def group(start, count):
+        def group(start, count, _):
             views = (x if x.shape[0] == 1 else x.at[pl.ds(start, count)] for x in refs)
             body(first + start, *views)
 
-        whole, rest = divmod(size, _GROUP)
-        if whole > 1:
-            step = lambda i, _: group(pl.multiple_of(i * _GROUP, _GROUP), _GROUP)
-            lax.fori_loop(jnp.int32(0), jnp.int32(whole), step, None)
-        elif whole:
-            group(0, _GROUP)
-        if rest:
-            group(whole * _GROUP, rest)
+        in_turn(size, _GROUP, group, None)
 
     # with float32 scratch for a block, if it is asked for
     arrays = pallas.vary_alike(tuple(arrays))
@@ -96,37 +88,23 @@ def as_rows(x: jax.Array) -> jax.Array:
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
+def in_turn(n: int, size: int, step: Callable[[Any, int, Any], Any], carry: Any) -> Any:
+    """Runs `carry = step(start, count, carry)` over `size` of n at a time, in a loop, and what is left."""
+    whole, rest = divmod(n, size)
+    if whole > 1:
+        part = lambda i, carry: step(pl.multiple_of(i * size, min(size, LANES)), size, carry)
+        carry = lax.fori_loop(jnp.int32(0), jnp.int32(whole), part, carry)
+    elif whole:
+        carry = step(0, size, carry)
+    return step(whole * size, rest, carry) if rest else carry
+
+
 def over_columns(shape: tuple[int, int], step: Callable[[Any, Any], Any], carry: Any) -> Any:
     """Runs `carry = step(columns, carry)` over slices of columns that cover a block of `shape`."""
-    # slices of as many lanes as registers hold, in a loop, and what is left of them
+    # of as many lanes as registers hold
     rows, width = shape
     size = LANES * max(1, _REGISTERS // -(-rows // 8))
-    whole = width // size
-    if whole > 1:
-        carry = lax.fori_loop(
-            jnp.int32(0),
-            jnp.int32(whole),
-            lambda i, carry: step(pl.ds(pl.multiple_of(i * size, LANES), size), carry),
-            carry,
-        )
-    elif whole:
-        carry = step(pl.ds(0, size), carry)
-    if width % size:
-        carry = step(pl.ds(whole * size, width % size), carry)
-    return carry
-
-
-supports = partial(kernel_rules.unsupported, dtypes=_DTYPES)
-
-
-def forward(plan: Plan, operands: Operands) -> Result:
-    """Computes the softmax; see `supports`."""
-    return _forward(plan.options, pallas.is_interpreted(mosaic_tpu.NAME), operands)
-
-
-@partial(jax.jit, static_argnums=(0, 1))
-def _forward(options, interpret, operands):
-    return kernel_rules.result(partial(_softmax, options, interpret), operands, mosaic_tpu.entry_by_entry)
+    return in_turn(width, size, lambda start, count, carry: step(pl.ds(start, count), carry), carry)
 
 
 def _softmax(options: Options, interpret: bool, x: jax.Array, planes: dict) -> jax.Array:
@@ -152,10 +130,8 @@ def _kernel(options: Options, planes: tuple[str, ...], first_row, x_ref, *refs) 
         # the bias, and what hides: a bias of -inf, the mask, the band
         if "bias" in inputs:
             bias = inputs["bias"][:, columns].astype(jnp.float32)
-            z, terms = (
-                z + (bias if weight == 1 else bias * weight),
-                [jnp.broadcast_to(bias, z.shape) != -jnp.inf],
-            )
+            z = z + (bias if weight == 1 else bias * weight)
+            terms.append(jnp.broadcast_to(bias, z.shape) != -jnp.inf)
         if "mask" in inputs:
             terms.append(jnp.broadcast_to(inputs["mask"][:, columns].astype(jnp.int32), z.shape) != 0)
         if options.is_causal or options.window:
@@ -186,19 +162,7 @@ def _kernel(options: Options, planes: tuple[str, ...], first_row, x_ref, *refs) 
     over(write, None)
 
 
-# ---- backward: (4), (5) and (7) of `backward.py`; the gradient of a bias is XLA's, see `rules.gradients`
-
-
-def backward(plan: Plan, residuals: Residuals, dy: jax.Array) -> dict[str, jax.Array]:
-    """Computes the gradients of the operands in `residuals.wanted`, by name."""
-    return _backward(plan.options, pallas.is_interpreted(mosaic_tpu.NAME), residuals, dy)
-
-
-@partial(jax.jit, static_argnums=(0, 1))
-def _backward(options, interpret, residuals, dy):
-    return kernel_rules.gradients(
-        partial(_dx, options.scale, interpret), residuals, dy, mosaic_tpu.entry_by_entry
-    )
+# ---- backward: (4), (5) and (7) of `backward.py`; the gradient of a bias is XLA's, see `rules.by_kernels`
 
 
 def _dx(scale: float, interpret: bool, y: jax.Array, dy: jax.Array) -> jax.Array:
@@ -229,3 +193,7 @@ def _dx_kernel(scale: float, _, y_ref, dy_ref, dx_ref) -> None:
     over = partial(over_columns, y_ref.shape)
     dot = over(add, jnp.zeros((y_ref.shape[0], 1), jnp.float32))  # (4)
     over(write, None)  # (5), (7)
+
+
+supports = partial(kernel_rules.unsupported, dtypes=_DTYPES)
+forward, backward = kernel_rules.by_kernels(mosaic_tpu.NAME, _softmax, _dx, mosaic_tpu.entry_by_entry)
