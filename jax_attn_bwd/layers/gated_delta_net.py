@@ -65,7 +65,7 @@ References:
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, TypedDict, overload
+from typing import Any, NamedTuple, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -247,16 +247,6 @@ def configure(
     return Config(num_key_heads, num_value_heads, key_head_dim, value_head_dim, **given)
 
 
-# fmt: off
-@overload
-def apply(
-    config: Config, parts: Parts, x: jax.Array, cache: None, seq_lengths: Integers | None,
-    segment_ids: Integers | None) -> tuple[jax.Array, None]: ...
-@overload
-def apply(
-    config: Config, parts: Parts, x: jax.Array, cache: GatedDeltaNetCache, seq_lengths: Integers | None,
-    segment_ids: Integers | None) -> tuple[jax.Array, GatedDeltaNetCache]: ...
-# fmt: on
 def apply(
     config: Config,
     parts: Parts,
@@ -264,7 +254,7 @@ def apply(
     cache: GatedDeltaNetCache | None,
     seq_lengths: Integers | None,
     segment_ids: Integers | None,
-) -> tuple[jax.Array, GatedDeltaNetCache | None]:
+) -> tuple[jax.Array, Any]:
     """Returns (the output `[..., T, E]` of a layer, the cache with its tokens, None where none is given)."""
     x = tokens(config, x)
     *batch, T, _ = x.shape

@@ -324,10 +324,9 @@ def attend(
     same = not isinstance(x, tuple | list)  # one array holds both sides
     operands = _OPERANDS[config.kind](config, linears, arrays, x_src, x_dst, edge_attr, same)
     result = _OPERATORS[config.kind](graph, **operands, **options)
-    if not return_attention_weights:
-        return _finish(linears, arrays, result, x_dst)
-    out, weights = result
-    return _finish(linears, arrays, out, x_dst), weights
+    out, *weights = result if return_attention_weights else (result,)
+    out = _finish(linears, arrays, out, x_dst)
+    return (out, *weights) if weights else out
 
 
 def _gat(config, linears, arrays, x_src, x_dst, edge_attr, same) -> dict[str, Any]:

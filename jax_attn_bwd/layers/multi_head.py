@@ -52,7 +52,7 @@ and 1, which are meant to be added, are an error. Shapes that disagree are a Val
 arguments of the wrong kind, as an additive mask, a TypeError. Where the numbers of a mask or a cache are
 traced, a negative one in the mask, and a full cache, give NaN.
 
-The names of parameters stand in each framework's own `multi_head.py`. A layer of another framework (the
+The names of parameters stand in each framework's own file. A layer of another framework (the
 shortest to follow is Haiku's) makes `MultiHeadAttentionParams`, and hands them to `attend` with `Keywords`
 and `Tokens`.
 
