@@ -255,14 +255,9 @@ def multi_head_attention_backward(
     asked = [n for n in wanted if n != "io_weight_bias" and n not in _MASKS]
     asked += kernels if "io_weight_bias" in wanted else []
     asked += ["bias"] if set(wanted) & set(_MASKS) else []
-    grads: Any = _layer_bwd(
-        grad_output if grad_output is None or call.batched else jnp.asarray(grad_output)[None],
-        call.params,
-        *call.inputs,
-        dweights=_of_weights(call, grad_weights, average_attn_weights),
-        wrt=asked,
-        **call.options,
-    )
+    dout = grad_output if grad_output is None or call.batched else jnp.asarray(grad_output)[None]
+    dweights = _of_weights(call, grad_weights, average_attn_weights)
+    grads: Any = _layer_bwd(dout, call.params, *call.inputs, dweights=dweights, wrt=asked, **call.options)
     # Gradients are packed as the source packs the parameters, and reduced to the shapes of its masks.
     found: dict[str, Any] = {n: getattr(grads, n) for n in ("query", "key", "value")}
     found |= {n: getattr(grads.params, n) for n in ("bias_k", "bias_v")}
@@ -499,16 +494,10 @@ def _checked(operator: str, arguments: Mapping[str, Any]) -> _Call:
     # Masks are merged by the source's rules.
     q, k, v = (given[x] if batched else given[x][None] for x in needed)
     shape = (*q.shape[:2], k.shape[1], sizes.num_heads)
-    options: dict[str, Any] = dict(
-        num_heads=sizes.num_heads,
-        scale=scale,
-        add_zero_attn=a.add_zero_attn,
-        dropout_rate=attn_rate,
-        out_dropout_rate=out_rate,
-        dropout_key=a.dropout_key,
-        add_residual=a.reslink,
-        **_masks(operator, batched, shape, a),
-    )
+    options: dict[str, Any] = _masks(operator, batched, shape, a)
+    options |= dict(num_heads=sizes.num_heads, scale=scale, add_zero_attn=a.add_zero_attn)
+    options |= dict(dropout_rate=attn_rate, out_dropout_rate=out_rate, dropout_key=a.dropout_key)
+    options["add_residual"] = a.reslink
     return _Call(params, (q, k, v), options, sizes, batched)
 
 

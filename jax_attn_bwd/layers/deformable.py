@@ -66,7 +66,7 @@ from jax_attn_bwd.ops.deformable import multi_scale_deformable_attention
 from jax_attn_bwd.ops.deformable.arguments import level_shapes
 
 _NAME = "MultiScaleDeformableAttention"
-_OPTIONS = ("padding_mode", "method", "deterministic_sums", "implementation")  # of the operator
+_OPTIONS = ("num_points", "padding_mode", "method", "deterministic_sums", "implementation")  # of the operator
 
 
 class Keywords(TypedDict, total=False):
@@ -251,15 +251,9 @@ class Calls:
         B, options = math.prod(batch), {name: getattr(config, name) for name in _OPTIONS}
         if config.forward_mode:  # an `attention_fn` of the caller's need not take it
             options["forward_mode"] = True
-        out = config.attention_fn(
-            value.reshape(B, S, M, config.width // M),
-            spatial_shapes,
-            locations.reshape(B, Q, M, K, 2),
-            logits.reshape(B, Q, M, K),
-            num_points=config.num_points,
-            normalize="softmax",
-            **options,
-        )
+        value = value.reshape(B, S, M, config.width // M)
+        locations, logits = locations.reshape(B, Q, M, K, 2), logits.reshape(B, Q, M, K)
+        out = config.attention_fn(value, spatial_shapes, locations, logits, normalize="softmax", **options)
         return linears.output_proj(out.reshape(*batch, Q, config.width))
 
     def sampling_locations(
@@ -326,14 +320,9 @@ def encoder_reference_points(
         expected = f"have shape [..., L, 2] = {('...', len(shapes), 2)}"
         raise ValueError(checks.message(name, "valid_ratios", expected, ratios.shape))
     points = points.reshape((1,) * (ratios.ndim - 2) + points.shape[1:])
-    own = jnp.concatenate(
-        [
-            jnp.broadcast_to(ratios[..., level, None, :], (*ratios.shape[:-2], h * w, 2))
-            for level, (h, w) in enumerate(shapes)
-        ],
-        axis=-2,
-    )
-    return points / own[..., None, :] * ratios[..., None, :, :]
+    sizes = enumerate((*ratios.shape[:-2], h * w, 2) for h, w in shapes)
+    own = [jnp.broadcast_to(ratios[..., level, None, :], size) for level, size in sizes]
+    return points / jnp.concatenate(own, -2)[..., None, :] * ratios[..., None, :, :]
 
 
 def from_torch(state: Mapping[str, Any], prefix: str = "") -> dict[str, dict[str, jax.Array]]:

@@ -281,9 +281,8 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
         """Returns the parameters of plain projections."""
         linears = (self.query_proj, self.key_proj, self.value_proj, self.output_proj)
         if other := [type(x).__name__ for x in linears if type(x) is not eqx.nn.Linear]:
-            raise TypeError(
-                checks.message(_NAME, "projections", f"be equinox.nn.Linear for {call}", other[0])
-            )
+            expected = f"be equinox.nn.Linear for {call}"
+            raise TypeError(checks.message(_NAME, "projections", expected, other[0]))
         return self._params()
 
     def _mask(self, mask: Any, T: int, S: int, of: str = "S") -> Any:

@@ -190,10 +190,14 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         """
         told = {name: x for name, x in options.items() if name in Tokens.__optional_keys__}
         tokens: Tokens = multi_head.complete("MultiHeadAttention.__call__", Tokens, told)
-        tokens["mod_args"] = jax.tree.map(_array_of, tokens["mod_args"], is_leaf=_is_variable)
+        is_variable = lambda x: isinstance(x, nnx.Variable)
+        array_of = lambda x: x[...] if is_variable(x) else x
+        tokens["mod_args"] = jax.tree.map(array_of, tokens["mod_args"], is_leaf=is_variable)
         multi_head.check_values(_NAME, inputs_q, inputs_k, inputs_v)
         numbers, mask = mask, multi_head.flax_mask(_NAME, mask)
-        _check_rngs(rngs)
+        if rngs is not None and not callable(rngs):
+            expected, remedy = "be nnx.Rngs or an nnx.RngStream", "write rngs=nnx.Rngs(dropout=key)"
+            raise TypeError(checks.message(_NAME, "rngs", expected, type(rngs).__name__, remedy))
         # What the call leaves out, the layer tells.
         others: dict[str, Any] = {
             name: x for name, x in options.items() if name not in tokens and x is not None
@@ -262,23 +266,6 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         vars(other).update(vars(self), attention_fn=sowing_here)
         out = _flax_call(other, *inputs, decode=decode, **arguments)
         return out if index is None else multi_head.within_room(out, length, index + 1)
-
-
-def _is_variable(x: Any) -> bool:
-    return isinstance(x, nnx.Variable)
-
-
-def _array_of(x: Any) -> Any:
-    """Returns the array of an `nnx.Variable`; anything else stays."""
-    return x[...] if _is_variable(x) else x
-
-
-def _check_rngs(rngs: Any) -> None:
-    """Raises for what gives no random keys."""
-    if rngs is not None and not callable(rngs):
-        expected = "be nnx.Rngs or an nnx.RngStream"
-        remedy = "write rngs=nnx.Rngs(dropout=key)"
-        raise TypeError(checks.message(_NAME, "rngs", expected, type(rngs).__name__, remedy))
 
 
 class _Conv(convs.ChecksNames, nnx.Module):

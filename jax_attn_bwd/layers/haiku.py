@@ -142,10 +142,8 @@ class MultiHeadAttention(hk.MultiHeadAttention):
         # With a cache the call is the next step of a sequence.
         if self._cache_length is not None:
             if dropout_rate:
-                remedy = "the cache is for decoding"
-                raise ValueError(
-                    checks.message(_NAME, "dropout_rate", "be 0 with cache_length", dropout_rate, remedy)
-                )
+                expected, remedy = "be 0 with cache_length", "the cache is for decoding"
+                raise ValueError(checks.message(_NAME, "dropout_rate", expected, dropout_rate, remedy))
             out = self._decoded(params, query, key, value, mask, bias, tokens)
             return multi_head.nan_if_additive(out, numbers)
         given: dict[str, Any] = {**tokens, **self._options, **self._without_cache}
@@ -480,9 +478,8 @@ def load_torch(
     """
     own = {path: x for path, x in params.items() if path == module or path.startswith(f"{module}/")}
     if not own:
-        raise ValueError(
-            checks.message("load_torch", "module", "be in params", repr(module), str(list(params)))
-        )
+        known = str(list(params))
+        raise ValueError(checks.message("load_torch", "module", "be in params", repr(module), known))
     tree: dict[str, Any] = dict(own.get(module, {}))
     linears = {path: path.rpartition("/")[2] for path in own if path != module}
     for path, name in linears.items():

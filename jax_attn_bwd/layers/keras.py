@@ -121,12 +121,8 @@ class _Layer(keras.layers.Layer):
             _leave_out(type(self).__name__, seen, query, value, *padding)
         return seen
 
-    def _compute_attention(
-        self, query, key, value, attention_mask=None, training=None, return_attention_scores=None,
-        use_causal_mask=False,
-    ) -> Any:  # fmt: skip
-        called = attention_mask, training, return_attention_scores, use_causal_mask
-        return compute_attention(self, query, key, value, *called, **multi_head.options_of(self))
+    def _compute_attention(self, *called: Any, **named: Any) -> Any:
+        return _attend(self, multi_head.options_of(self), *called, **named)
 
 
 @keras.saving.register_keras_serializable("jax_attn_bwd")
@@ -210,11 +206,11 @@ def _leave_out(layer: str, seen: Seen, query, value, query_mask, value_mask, key
             seen[names[side]] = jnp.where(jnp.asarray(mask, bool), seen[names[side]], segment)
 
 
-def compute_attention(
-    layer: Any, query, key, value, attention_mask, training, return_attention_scores, use_causal_mask,
-    **options: Any,
+def _attend(
+    layer: Any, options: dict[str, Any], query, key, value, attention_mask=None, training=None,
+    return_attention_scores=None, use_causal_mask=False,
 ) -> tuple[Any, Any]:  # fmt: skip
-    """Computes what stands between the projections: the heads' outputs, and weights or None."""
+    """Computes what stands between the projections of Keras: the heads' outputs, and weights or None."""
     name = type(layer).__name__
     if return_attention_scores is None:
         return_attention_scores = getattr(layer, "_return_attention_scores", False)
@@ -228,7 +224,7 @@ def compute_attention(
     if not isinstance(attention_mask, Seen):
         told = multi_head.complete(name, Tokens, {})
         attention_mask = Seen(told, mask=attention_mask, is_causal=bool(use_causal_mask))
-    options |= attention_mask
+    options = {**options, **attention_mask}
     # Axes that are attended over become one, before those of heads.
     axes = getattr(layer, "_attention_axes", (1,))
     rows, columns = ([x.shape[axis] for axis in axes] for x in (query, key))
@@ -331,12 +327,8 @@ def use_attention(
     )
     options = {**multi_head.OPTIONS, **own}
 
-    def in_layer(
-        self, query, key, value, attention_mask=None, training=None, return_attention_scores=None,
-        use_causal_mask=False,
-    ):  # fmt: skip
-        called = attention_mask, training, return_attention_scores, use_causal_mask
-        return compute_attention(self, query, key, value, *called, **options)
+    def in_layer(self, *called: Any, **named: Any) -> Any:
+        return _attend(self, options, *called, **named)
 
     def in_op(
         query, key, value, bias=None, mask=None, scale=None, is_causal=False, flash_attention=None,
