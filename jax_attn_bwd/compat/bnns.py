@@ -349,16 +349,7 @@ def _with_sums(grads: Any, goes_to: dict[str, Any]) -> Any:
     return grads._replace(**totals)
 
 
-def _checked_call(
-    operator: str,
-    F: Any,
-    batch_size: Any,
-    query: Any,
-    key: Any,
-    key_mask: Any,
-    value: Any,
-    add_to_attention: Any,
-) -> _Call:
+def _checked_call(operator: str, F, batch_size, query, key, key_mask, value, add_to_attention) -> _Call:
     """Checks the arguments that forward and backward share."""
     F = checks.instance(operator, "F", F, BNNSLayerParametersMultiheadAttention)
     # Query, key and value have one rank and batch, and the lengths that their descriptions tell.
@@ -376,10 +367,8 @@ def _checked_call(
         raise ValueError(checks.message(operator, "batch_size", expected, batch_size))
     L, S = x["query"].shape[-2], x["key"].shape[-2]
     for name, length in zip(_INPUTS, (L, S, S), strict=True):
-        letters = ("(batch_size, {}, d_model)" if batch else "({}, d_model)").format(
-            "L" if name == "query" else "S"
-        )
-        width = x[name].shape[-1]
+        letter, width = "L" if name == "query" else "S", x[name].shape[-1]
+        letters = f"(batch_size, {letter}, d_model)" if batch else f"({letter}, d_model)"
         checks.shape(operator, name, x[name], letters, (*batch, length, width))
         _check_target(operator, name, getattr(F, name), (length, width))
     # The four projections, and the options of the layer.

@@ -285,10 +285,9 @@ class _Conv(convs.ChecksNames, nn.Module):
             name: dense(linear.out_channels, use_bias=linear.bias, name=name)
             for name, linear in convs.linear_layers(config, pair).items()
         }
+        init_of = lambda name: nn.initializers.zeros if name == "bias" else self.kernel_init
         vectors = {
-            name: self.param(
-                name, nn.initializers.zeros if name == "bias" else self.kernel_init, shape, self.param_dtype
-            )
+            name: self.param(name, init_of(name), shape, self.param_dtype)
             for name, shape in convs.array_shapes(config).items()
         }
         # A key where a call drops edges.

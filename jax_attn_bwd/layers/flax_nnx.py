@@ -199,9 +199,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             expected, remedy = "be nnx.Rngs or an nnx.RngStream", "write rngs=nnx.Rngs(dropout=key)"
             raise TypeError(checks.message(_NAME, "rngs", expected, type(rngs).__name__, remedy))
         # What the call leaves out, the layer tells.
-        others: dict[str, Any] = {
-            name: x for name, x in options.items() if name not in tokens and x is not None
-        }
+        others: dict[str, Any] = {n: x for n, x in options.items() if n not in tokens and x is not None}
         decode = self.decode if decode is None else decode
         deterministic = self.deterministic if deterministic is None else deterministic
         drops = self.dropout_rate > 0 and not deterministic

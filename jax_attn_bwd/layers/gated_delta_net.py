@@ -74,7 +74,7 @@ from jax import lax
 from jax_attn_bwd._core import checks
 from jax_attn_bwd._core.numerics import accumulator_dtype, saturated, to_rank
 from jax_attn_bwd._core.sharding import reshard_like
-from jax_attn_bwd._core.types import Implementation, Integers
+from jax_attn_bwd._core.types import Implementation
 from jax_attn_bwd.layers.torch_weights import as_array
 from jax_attn_bwd.ops.linear_attention import gated_delta_rule
 
@@ -248,12 +248,7 @@ def configure(
 
 
 def apply(
-    config: Config,
-    parts: Parts,
-    x: jax.Array,
-    cache: GatedDeltaNetCache | None,
-    seq_lengths: Integers | None,
-    segment_ids: Integers | None,
+    config: Config, parts: Parts, x: Any, cache: GatedDeltaNetCache | None, seq_lengths: Any, segment_ids: Any
 ) -> tuple[jax.Array, Any]:
     """Returns (the output `[..., T, E]` of a layer, the cache with its tokens, None where none is given)."""
     x = tokens(config, x)

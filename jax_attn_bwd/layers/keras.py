@@ -197,9 +197,8 @@ def _leave_out(layer: str, seen: Seen, query, value, query_mask, value_mask, key
         raise NotImplementedError(checks.message(layer, "query", expected, query.shape, remedy))
     names = "query_segment_ids", "key_value_segment_ids"
     if all(seen[name] is None for name in names):
-        seen |= {
-            name: jnp.zeros(x.shape[1], jnp.int32) for name, x in zip(names, (query, value), strict=True)
-        }
+        for name, x in zip(names, (query, value), strict=True):
+            seen[name] = jnp.zeros(x.shape[1], jnp.int32)
     padding = (0, query_mask, _PADDED_QUERY), (1, value_mask, _PADDED_KEY), (1, key_mask, _PADDED_KEY)
     for side, mask, segment in padding:
         if mask is not None and seen[names[side]] is not None:
@@ -343,9 +342,8 @@ def use_attention(
         query, key, value, bias = multi_head.promote(None, query, key, value, bias)
         numbers, mask = mask, multi_head.flax_mask(_NAME, mask, "pass them as bias=")
         given = dict(scale=scale, is_causal=bool(is_causal), **own)
-        return multi_head.nan_if_additive(
-            dot_product_attention(query, key, value, bias, mask, **given), numbers
-        )
+        out = dot_product_attention(query, key, value, bias, mask, **given)
+        return multi_head.nan_if_additive(out, numbers)
 
     ours = [in_layer, in_layer, in_op]
     with _lock:
