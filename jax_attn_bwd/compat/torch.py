@@ -240,15 +240,11 @@ def _static(sizes: _TorchSizes, given: dict[str, Any]) -> tuple[jax.Array | None
     N, S, H, D = sizes.N, sizes.S, sizes.H, sizes.E // sizes.H
     found = []
     for name in ("static_k", "static_v"):
-        x = given[name]
-        if x is not None:
-            if given["bias_k"] is not None:
-                expected = "be None together with bias_k and bias_v"
-                raise ValueError(checks.message(_NAME, name, expected, f"shape {x.shape}"))
-            letters = "(N * num_heads, S, E / num_heads)"
-            checks.shape(_NAME, name, x, letters, (N * H, S, D))
-            x = x.reshape(N, H, S, D)
-        found.append(x)
+        if given[name] is not None and given["bias_k"] is not None:
+            expected = "be None together with bias_k and bias_v"
+            raise ValueError(checks.message(_NAME, name, expected, f"shape {given[name].shape}"))
+        x = shaped(_NAME, given, name, "(N * num_heads, S, E / num_heads)", N * H, S, D)
+        found.append(None if x is None else x.reshape(N, H, S, D))
     if found[1] is None and given["value"].shape[0] != S:
         expected = f"have the length S = {S} of static_k"
         raise ValueError(checks.message(_NAME, "value", expected, given["value"].shape[0]))

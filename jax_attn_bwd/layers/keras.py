@@ -42,7 +42,11 @@ class Seen(dict[str, Any]):
 
 
 class _Layer(keras.layers.Layer):
-    """Replaces the attention inside a Keras layer, before which it stands among the bases."""
+    """Replaces the attention inside a Keras layer, before which it stands among the bases.
+
+    Keras' `call` hands what `_compute_attention_mask` returns on to `_compute_attention` and does not look at
+    it. Both are replaced here, and `Seen` takes the place of a mask of T x S between them.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any):
         options = {name: kwargs.pop(name, default) for name, default in multi_head.OPTIONS.items()}
