@@ -298,8 +298,10 @@ def apply_multihead_attention_backward(
     wanted = {field for field, (argument, slot) in asked.items() if is_asked(name, argument, slot)}
     # Only what is asked for, and is there, is computed.
     present = {*_INPUTS, *(n for n, x in call.params._asdict().items() if x is not None)}
-    kept: dict[str, Any] = dict(residual=backprop_cache, save=_SAVE, wrt=sorted(wanted & present))
-    grads = _layer_bwd(dout, call.params, *call.inputs, **kept, **call.options)
+    wrt = sorted(wanted & present)
+    grads = _layer_bwd(
+        dout, call.params, *call.inputs, residual=backprop_cache, save=_SAVE, wrt=wrt, **call.options
+    )
     if checks.flag(name, "sum_aliased", sum_aliased):
         given = {"query": query, "key": key, "value": value}
         slots = {n: asked[n][1] if n in asked else None for n in given}
