@@ -41,6 +41,7 @@ References:
   Apple Accelerate, BNNS, BNNSApplyMultiheadAttention, BNNSApplyMultiheadAttentionBackward.
 """
 
+from functools import partial
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple, overload
 
@@ -50,7 +51,7 @@ import numpy as np
 
 from jax_attn_bwd._core import checks, numerics
 from jax_attn_bwd._core.types import Save
-from jax_attn_bwd.compat.calls import arrays, both, check_slot, is_asked, mask, merged
+from jax_attn_bwd.compat.calls import arrays, both, check_slot, is_asked, mask, merged, shaped
 from jax_attn_bwd.ops.multi_head import MultiHeadAttentionGrads, MultiHeadAttentionParams
 from jax_attn_bwd.ops.multi_head import multi_head_attention as _layer
 from jax_attn_bwd.ops.multi_head import multi_head_attention_bwd as _layer_bwd
@@ -70,9 +71,7 @@ _SAVE: Save = "qkv"  # what the cache holds beside the heads' output: the projec
 class BNNSMHAProjectionParameters(NamedTuple):
     """A projection; or its deltas; or in a backward, for each member, whether its delta is asked for."""
 
-    target_desc: Any = (
-        None  # in a layer the input's (length, width) or None; in a delta the delta of the input
-    )
+    target_desc: Any = None  # in a layer the input's (length, width) or None; in a delta that of the input
     weights: Any = None  # d_model x d_key x num_heads; of the output (num_heads * d_value) x d_model
     bias: Any = None  # d_key x num_heads, or None; of the output d_model
 
@@ -284,10 +283,7 @@ def apply_multihead_attention_backward(
         "value": value_param_delta,
         "out": output_param_delta,
     }
-    for part, triple in triples.items():
-        if part == "out" or triple is not None:
-            argument = f"{'output' if part == 'out' else part}_param_delta"
-            checks.instance(name, argument, triple, BNNSMHAProjectionParameters)
+    asked = _asked(name, triples, key_attn_bias_delta, value_attn_bias_delta)
     # The output's cotangent comes in the delta of the output.
     dout = checks.floating(name, "output_param_delta.target_desc", output_param_delta.target_desc)
     out_kernel: Any = call.params.out_kernel
@@ -299,18 +295,12 @@ def apply_multihead_attention_backward(
         checks.shape(name, "output", checks.floating(name, "output", output), letters, expected_shape)
     if backprop_cache is not None:
         _check_cache(name, call, backprop_cache)
-    asked = _asked(triples, key_attn_bias_delta, value_attn_bias_delta)
     wanted = {field for field, (argument, slot) in asked.items() if is_asked(name, argument, slot)}
     # Only what is asked for, and is there, is computed.
     present = {*_INPUTS, *(n for n, x in call.params._asdict().items() if x is not None)}
+    wrt = sorted(wanted & present)
     grads = _layer_bwd(
-        dout,
-        call.params,
-        *call.inputs,
-        residual=backprop_cache,
-        save=_SAVE,
-        wrt=sorted(wanted & present),
-        **call.options,
+        dout, call.params, *call.inputs, residual=backprop_cache, save=_SAVE, wrt=wrt, **call.options
     )
     if checks.flag(name, "sum_aliased", sum_aliased):
         given = {"query": query, "key": key, "value": value}
@@ -338,12 +328,13 @@ def _check_cache(operator: str, call: _Call, cache: Any) -> None:
         raise ValueError(checks.message(operator, "backprop_cache", expect, f"another's, with {other}"))
 
 
-def _asked(triples: dict[str, Any], row_k: Any, row_v: Any) -> dict[str, tuple[str, Any]]:
+def _asked(operator: str, triples: dict[str, Any], row_k: Any, row_v: Any) -> dict[str, tuple[str, Any]]:
     """Returns by the layer's names the source's name of each slot, and what is in it."""
     asked = {"bias_k": ("key_attn_bias_delta", row_k), "bias_v": ("value_attn_bias_delta", row_v)}
     for part, triple in triples.items():
         argument = f"{'output' if part == 'out' else part}_param_delta"
-        if triple is not None:
+        if triple is not None or part == "out":
+            checks.instance(operator, argument, triple, BNNSMHAProjectionParameters)
             asked[f"{part}_kernel"] = f"{argument}.weights", triple.weights
             asked[f"{part}_bias"] = f"{argument}.bias", triple.bias
             if part != "out":
@@ -360,16 +351,7 @@ def _with_sums(grads: Any, goes_to: dict[str, Any]) -> Any:
     return grads._replace(**totals)
 
 
-def _checked_call(
-    operator: str,
-    F: Any,
-    batch_size: Any,
-    query: Any,
-    key: Any,
-    key_mask: Any,
-    value: Any,
-    add_to_attention: Any,
-) -> _Call:
+def _checked_call(operator: str, F, batch_size, query, key, key_mask, value, add_to_attention) -> _Call:
     """Checks the arguments that forward and backward share."""
     F = checks.instance(operator, "F", F, BNNSLayerParametersMultiheadAttention)
     # Query, key and value have one rank and batch, and the lengths that their descriptions tell.
@@ -387,10 +369,8 @@ def _checked_call(
         raise ValueError(checks.message(operator, "batch_size", expected, batch_size))
     L, S = x["query"].shape[-2], x["key"].shape[-2]
     for name, length in zip(_INPUTS, (L, S, S), strict=True):
-        letters = ("(batch_size, {}, d_model)" if batch else "({}, d_model)").format(
-            "L" if name == "query" else "S"
-        )
-        width = x[name].shape[-1]
+        letter, width = "L" if name == "query" else "S", x[name].shape[-1]
+        letters = f"(batch_size, {letter}, d_model)" if batch else f"({letter}, d_model)"
         checks.shape(operator, name, x[name], letters, (*batch, length, width))
         _check_target(operator, name, getattr(F, name), (length, width))
     # The four projections, and the options of the layer.
@@ -439,12 +419,8 @@ def _params(operator: str, given: dict[str, Any]) -> MultiHeadAttentionParams:
         checks.rank(operator, name, given[name], letters, n)
         return given[name].shape
 
-    def checked(name: str, letters: str, *expected: int) -> Any:
-        if given[name] is not None:
-            checks.shape(operator, name, given[name], letters, expected)
-        return given[name]
-
     # Weights tell the sizes that all else must have.
+    checked = partial(shaped, operator, given)
     _, d_key, H = rank("F.query.weights", "(d_model, d_key, num_heads)", 3)
     _, d_value, _ = rank("F.value.weights", "(d_model, d_value, num_heads)", 3)
     *_, d_out = rank("F.output.weights", "(num_heads * d_value, d_model)", 2)

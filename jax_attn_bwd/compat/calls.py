@@ -4,7 +4,7 @@ A backward of a source writes into arrays that it is given; here these slots tel
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,13 +18,17 @@ from jax_attn_bwd._core.numerics import accumulator_dtype, to_rank
 
 def arrays(operator: str, needed: tuple[str, ...], **given: Any) -> dict[str, Any]:
     """Returns `given` as floating arrays of one dtype; None, which those `needed` must not be, stays None."""
-    found = {
-        name: checks.floating(operator, name, x)
-        for name, x in given.items()
-        if x is not None or name in needed
-    }
+    there = {name: x for name, x in given.items() if x is not None or name in needed}
+    found = {name: checks.floating(operator, name, x) for name, x in there.items()}
     checks.same_dtype(operator, **found)
     return given | found
+
+
+def shaped(operator: str, given: Mapping[str, Any], name: str, letters: str, *shape: int) -> Any:
+    """Returns the array of this name among those `given`, of this shape; None stays None."""
+    if given[name] is not None:
+        checks.shape(operator, name, given[name], letters, shape)
+    return given[name]
 
 
 def heads(operator: str, num_heads: Any, **widths: Any) -> int:

@@ -166,12 +166,7 @@ def _options(call: str, params: Any) -> dict[str, Any]:
     """Returns the operator's options from `mha_params`."""
     params = checks.instance(call, "params", params, mha_params, expected="be mha_params")
     name = checks.choice(call, "params.activation", params.activation, tuple(_ACTIVATIONS))
-    return dict(
-        num_heads=params.num_heads,
-        concat_heads=params.concat_heads,
-        alpha=params.alpha,
-        activation=_ACTIVATIONS[name],
-    )
+    return {**params._asdict(), "activation": _ACTIVATIONS[name]}
 
 
 def _gradients(

@@ -64,16 +64,6 @@ import jax.numpy as jnp
 from jax_attn_bwd._core import checks, numerics
 from jax_attn_bwd._core.trees import exportable_tuple
 from jax_attn_bwd.compat.calls import after_dropout, arrays, both, drops, heads, mask_planes, merged
-from jax_attn_bwd.compat.io_weight_bias import (
-    BIASES,
-    PROJECTIONS,
-    IOWeightBias,
-    SourceSizes,
-    layer_sizes,
-    pack_io_weight_bias,
-    unpack,
-    unpack_io_weight_bias,
-)
 from jax_attn_bwd.ops.multi_head import MultiHeadAttentionParams
 from jax_attn_bwd.ops.multi_head import multi_head_attention as _layer
 from jax_attn_bwd.ops.multi_head import multi_head_attention_bwd as _layer_bwd
@@ -92,6 +82,8 @@ _NAME, _BACKWARD = "megengine.multi_head_attention", "megengine.multi_head_atten
 _MODULE = "megengine.MultiHeadAttn"
 _MASKS = ("key_padding_mask", "attn_mask")
 _STYLE = "maybe_cudnn_style_mask=True"
+_PROJECTIONS = ("qproj_size", "kproj_size", "vproj_size", "oproj_size")
+_BIASES = ("qbias", "kbias", "vbias", "obias")
 
 
 def multi_head_attention(
@@ -263,14 +255,9 @@ def multi_head_attention_backward(
     asked = [n for n in wanted if n != "io_weight_bias" and n not in _MASKS]
     asked += kernels if "io_weight_bias" in wanted else []
     asked += ["bias"] if set(wanted) & set(_MASKS) else []
-    grads: Any = _layer_bwd(
-        grad_output if grad_output is None or call.batched else jnp.asarray(grad_output)[None],
-        call.params,
-        *call.inputs,
-        dweights=_of_weights(call, grad_weights, average_attn_weights),
-        wrt=asked,
-        **call.options,
-    )
+    dout = grad_output if grad_output is None or call.batched else jnp.asarray(grad_output)[None]
+    dweights = _of_weights(call, grad_weights, average_attn_weights)
+    grads: Any = _layer_bwd(dout, call.params, *call.inputs, dweights=dweights, wrt=asked, **call.options)
     # Gradients are packed as the source packs the parameters, and reduced to the shapes of its masks.
     found: dict[str, Any] = {n: getattr(grads, n) for n in ("query", "key", "value")}
     found |= {n: getattr(grads.params, n) for n in ("bias_k", "bias_v")}
@@ -282,6 +269,88 @@ def multi_head_attention_backward(
         n: x.reshape(jnp.shape(given[n])).astype(given[n].dtype) for n, x in found.items() if n in wanted
     }
     return MultiHeadAttnGrads(**shaped)
+
+
+class IOWeightBias(NamedTuple):
+    """Tells what `io_weight_bias` holds, in its order; None = takes no room."""
+
+    query_weight: Any = None  # (embed_dim, qproj_size)
+    key_weight: Any = None  # (k_size, kproj_size)
+    value_weight: Any = None  # (v_size, vproj_size)
+    out_weight: Any = None  # (vproj_size, oproj_size), or (num_heads * v_size, oproj_size)
+    query_bias: Any = None  # (qproj_size,)
+    key_bias: Any = None  # (kproj_size,)
+    value_bias: Any = None  # (vproj_size,)
+    out_bias: Any = None  # (oproj_size,)
+
+
+def pack_io_weight_bias(
+    query_weight: jax.Array | None = None,
+    key_weight: jax.Array | None = None,
+    value_weight: jax.Array | None = None,
+    out_weight: jax.Array | None = None,
+    query_bias: jax.Array | None = None,
+    key_bias: jax.Array | None = None,
+    value_bias: jax.Array | None = None,
+    out_bias: jax.Array | None = None,
+) -> jax.Array:
+    """The arrays of `IOWeightBias` in one, `(1, length)`.
+
+    Raises:
+      ValueError: nothing is given, a bias without its weight, or of another width. TypeError: not floating.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jax_attn_bwd.compat import megengine
+      >>> megengine.pack_io_weight_bias(jnp.ones((8, 8)), jnp.ones((6, 8)), query_bias=jnp.ones(8)).shape
+      (1, 120)
+    """
+    parts, name = locals(), "megengine.pack_io_weight_bias"
+    given = {k: x for k, x in arrays(name, (), **parts).items() if x is not None}
+    if not given:
+        raise ValueError(checks.message(name, "at least one weight", "be given", None))
+    for argument, x in given.items():
+        weight: Any = given.get(argument.replace("bias", "weight"))
+        if x is weight:
+            checks.rank(name, argument, x, "(in, out)", 2)
+        if weight is None:
+            expected = f"be None without {argument.replace('bias', 'weight')}"
+            raise ValueError(checks.message(name, argument, expected, f"shape {x.shape}"))
+        if x is not weight:
+            checks.shape(name, argument, x, "(out,) of its weight", weight.shape[1:])
+    return jnp.concatenate([x.ravel() for x in given.values()])[None]
+
+
+def unpack_io_weight_bias(
+    io_weight_bias: jax.Array | None, embed_dim: int, num_heads: int, qproj_size: int | None = None,
+    kproj_size: int | None = None, vproj_size: int | None = None, oproj_size: int | None = None,
+    qbias: bool = False, kbias: bool = False, vbias: bool = False, obias: bool = False, *,
+    k_size: int | None = None, v_size: int | None = None,
+) -> IOWeightBias:  # fmt: skip
+    """The weights and biases in `io_weight_bias`.
+
+    Args:
+      io_weight_bias: any shape, floating; None where nothing is projected.
+      embed_dim, num_heads, sizes and flags: as in `multi_head_attention`.
+      k_size, v_size: widths of key and value; None = embed_dim.
+
+    Returns:
+      IOWeightBias, whose fields `pack_io_weight_bias` takes.
+
+    Raises:
+      ValueError: another length than the sizes and flags make, sizes that the heads do not divide, a flag
+        without its projection. TypeError: not floating.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jax_attn_bwd.compat import megengine
+      >>> parts = megengine.unpack_io_weight_bias(jnp.ones((1, 264)), 8, 2, obias=True)
+      >>> parts.out_weight.shape, parts.out_bias.shape, parts.query_bias
+      ((8, 8), (8,), None)
+    """
+    arguments, name = locals(), "megengine.unpack_io_weight_bias"
+    widths = (embed_dim if k_size is None else k_size, embed_dim if v_size is None else v_size)
+    return _unpacked(name, arguments, _layer_sizes(name, arguments, *widths))
 
 
 @dataclass(frozen=True)
@@ -373,7 +442,7 @@ class MultiHeadAttn:
         # All projections are as wide as the query.
         E = self.embed_dim
         weights: Any = {"bias_k": None, "bias_v": None, **params}
-        sizes: Any = dict.fromkeys(PROJECTIONS, E) | dict.fromkeys(BIASES, self.bias)
+        sizes: Any = dict.fromkeys(_PROJECTIONS, E) | dict.fromkeys(_BIASES, self.bias)
         return multi_head_attention(
             query, key, value, E, self.num_heads, self.attn_dropout, self.out_dropout, **weights, **sizes,
             add_zero_attn=self.add_zero_attn, key_padding_mask=key_padding_mask, attn_mask=attn_mask,
@@ -383,13 +452,26 @@ class MultiHeadAttn:
         )  # fmt: skip
 
 
+class _SourceSizes(NamedTuple):
+    """Holds the source's sizes, None replaced; widths of the inputs, totals over heads of the projections."""
+
+    embed_dim: int
+    k_size: int
+    v_size: int
+    num_heads: int
+    qproj_size: int
+    kproj_size: int
+    vproj_size: int
+    oproj_size: int
+
+
 class _Call(NamedTuple):
     """Holds a call of the source in the layer's terms."""
 
     params: MultiHeadAttentionParams
     inputs: tuple[jax.Array, jax.Array, jax.Array]  # (N, L or S, width), with an N of 1 if unbatched
     options: dict[str, Any]  # what the layer is called with
-    sizes: SourceSizes
+    sizes: _SourceSizes
     batched: bool
 
 
@@ -404,24 +486,18 @@ def _checked(operator: str, arguments: Mapping[str, Any]) -> _Call:
     # Sizes follow from the inputs; `io_weight_bias` is cut into kernels and biases.
     batched = given["query"].ndim == 3
     _check_inputs(operator, given, a.embed_dim)
-    sizes = layer_sizes(operator, arguments, given["key"].shape[-1], given["value"].shape[-1])
-    params = _params(operator, sizes, unpack(operator, arguments, sizes), given)
+    sizes = _layer_sizes(operator, arguments, given["key"].shape[-1], given["value"].shape[-1])
+    params = _params(operator, sizes, _unpacked(operator, arguments, sizes), given)
     scale = _scale(operator, sizes, a.reslink)
     rates = {"attn_drop": a.attn_drop, "out_drop": a.out_drop}
     attn_rate, out_rate = drops(operator, rates, a.training, a.dropout_key)
     # Masks are merged by the source's rules.
     q, k, v = (given[x] if batched else given[x][None] for x in needed)
     shape = (*q.shape[:2], k.shape[1], sizes.num_heads)
-    options: dict[str, Any] = dict(
-        num_heads=sizes.num_heads,
-        scale=scale,
-        add_zero_attn=a.add_zero_attn,
-        dropout_rate=attn_rate,
-        out_dropout_rate=out_rate,
-        dropout_key=a.dropout_key,
-        add_residual=a.reslink,
-        **_masks(operator, batched, shape, a),
-    )
+    options: dict[str, Any] = _masks(operator, batched, shape, a)
+    options |= dict(num_heads=sizes.num_heads, scale=scale, add_zero_attn=a.add_zero_attn)
+    options |= dict(dropout_rate=attn_rate, out_dropout_rate=out_rate, dropout_key=a.dropout_key)
+    options["add_residual"] = a.reslink
     return _Call(params, (q, k, v), options, sizes, batched)
 
 
@@ -441,7 +517,7 @@ def _check_inputs(operator: str, given: dict[str, Any], embed_dim: Any) -> None:
 
 
 def _params(
-    operator: str, sizes: SourceSizes, parts: IOWeightBias, given: dict[str, Any]
+    operator: str, sizes: _SourceSizes, parts: IOWeightBias, given: dict[str, Any]
 ) -> MultiHeadAttentionParams:
     """Returns the layer's parameters; totals over heads become (heads, head size)."""
     E, k, v, H, q, kp, vp, o = sizes
@@ -469,7 +545,57 @@ def _params(
     return MultiHeadAttentionParams(**found)
 
 
-def _scale(operator: str, sizes: SourceSizes, reslink: bool) -> float:
+def _layer_sizes(operator: str, arguments: Mapping[str, Any], k_size: Any, v_size: Any) -> _SourceSizes:
+    """Returns the sizes of a call from its arguments by name; raises where they do not fit."""
+    E = checks.integer(operator, "embed_dim", arguments["embed_dim"], least=1)
+    found = {}
+    for name in _PROJECTIONS:
+        n = arguments[name]
+        found[name] = E if n is None else checks.integer(operator, name, n, least=0)
+    # The heads divide the projections; keys are as wide as queries.
+    H = heads(operator, arguments["num_heads"], **{name: found[name] for name in _PROJECTIONS[:3]})
+    sizes = _SourceSizes(E, k_size, v_size, H, **found)
+    of_query, of_key = (
+        size // H if size else width
+        for size, width in ((sizes.qproj_size, E), (sizes.kproj_size, sizes.k_size))
+    )
+    if of_query != of_key:
+        left = f"a size of 0 leaves k_size = {sizes.k_size}"
+        expected = f"make key heads as wide as query heads, {of_query} ({left})"
+        raise ValueError(checks.message(operator, "kproj_size", expected, sizes.kproj_size))
+    return sizes
+
+
+def _unpacked(operator: str, arguments: Mapping[str, Any], sizes: _SourceSizes) -> IOWeightBias:
+    """Returns the parts of the argument `io_weight_bias`; None where a part takes no room."""
+    E, k, v, H, q, kp, vp, o = sizes
+    matrices = ((E, q), (k, kp), (v, vp), (vp or H * v, o))
+    # Shapes of the four weights, then of their biases.
+    shapes: list[tuple[int, ...] | None] = [m if m[1] else None for m in matrices]
+    for flag, (_, width) in zip(_BIASES, matrices, strict=True):
+        has_bias = checks.flag(operator, flag, arguments[flag])
+        if has_bias and not width:
+            expected = f"be False where {flag[0]}proj_size is 0: a bias needs its projection"
+            raise ValueError(checks.message(operator, flag, expected, True))
+        shapes.append((width,) if has_bias else None)
+    lengths = [0 if shape is None else math.prod(shape) for shape in shapes]
+    if arguments["io_weight_bias"] is None and sum(lengths) == 0:
+        return IOWeightBias()
+    # The packed array is cut, one part after the other.
+    packed = checks.floating(operator, "io_weight_bias", arguments["io_weight_bias"])
+    if packed.size != sum(lengths):
+        pieces = zip(IOWeightBias._fields, shapes, strict=True)
+        remedy = "it holds " + ", ".join(f"{n} {s}" for n, s in pieces if s is not None)
+        expected = f"have {sum(lengths)} elements"
+        raise ValueError(checks.message(operator, "io_weight_bias", expected, packed.size, remedy))
+    flat, parts, start = packed.ravel(), [], 0
+    for shape, length in zip(shapes, lengths, strict=True):
+        parts.append(None if shape is None else flat[start : start + length].reshape(shape))
+        start += length
+    return IOWeightBias(*parts)
+
+
+def _scale(operator: str, sizes: _SourceSizes, reslink: bool) -> float:
     """Returns the factor of the logits."""
     E, _, v, H, q, _, vp, o = sizes
     if q and E < H:

@@ -28,6 +28,7 @@ References:
   PyTorch 2.13, torch.nn.functional.multi_head_attention_forward, torch.nn.MultiheadAttention.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -35,7 +36,7 @@ import jax.numpy as jnp
 
 from jax_attn_bwd._core import checks
 from jax_attn_bwd._core.products import accumulated
-from jax_attn_bwd.compat.calls import after_dropout, arrays, both, drops, heads, mask_planes, merged
+from jax_attn_bwd.compat.calls import after_dropout, arrays, both, drops, heads, mask_planes, merged, shaped
 from jax_attn_bwd.ops.dot_product.mask import Mask
 from jax_attn_bwd.ops.dot_product.spec import Sizes
 from jax_attn_bwd.ops.dot_product.visibility import used_queries_and_keys
@@ -146,14 +147,9 @@ def multi_head_attention_forward(
     # A causal mask that nothing else needs is told as causality, which skips tiles.
     causal = is_causal and padding is None and not need_weights
     (rate,) = drops(_NAME, {"dropout_p": dropout_p}, training, dropout_key)
-    options = {
-        **merged(padding, None if causal else allowed),
-        "is_causal": causal,
-        "dropout_rate": rate,
-        "dropout_key": dropout_key,
-        "return_weights": need_weights,
-        "add_zero_attn": add_zero_attn,
-    }
+    options: dict[str, Any] = {**merged(padding, None if causal else allowed), "is_causal": causal}
+    options |= dict(dropout_rate=rate, dropout_key=dropout_key)
+    options |= dict(return_weights=need_weights, add_zero_attn=add_zero_attn)
     # The source puts the sequence first, the layer the batch.
     q, k, v = (
         jnp.swapaxes(given[name], 0, 1) if sizes.batched else given[name][None]
@@ -212,13 +208,7 @@ def _sizes(given: dict[str, Any], embed_dim: Any, num_heads: Any) -> _TorchSizes
 def _params(sizes: _TorchSizes, given: dict[str, Any]) -> MultiHeadAttentionParams:
     """Returns the layer's parameters from the source's, whose weights are (out, in)."""
     E, H = sizes.E, sizes.H
-    D = E // H
-
-    def checked(name: str, letters: str, *shape: int) -> Any:
-        if given[name] is not None:
-            checks.shape(_NAME, name, given[name], letters, shape)
-        return given[name]
-
+    D, checked = E // H, partial(shaped, _NAME, given)
     # Kernels and biases of query, key and value, packed or apart.
     if "in_proj_weight" in given:
         kernels = jnp.split(checked("in_proj_weight", "(3E, E)", 3 * E, E), 3)
@@ -250,15 +240,11 @@ def _static(sizes: _TorchSizes, given: dict[str, Any]) -> tuple[jax.Array | None
     N, S, H, D = sizes.N, sizes.S, sizes.H, sizes.E // sizes.H
     found = []
     for name in ("static_k", "static_v"):
-        x = given[name]
-        if x is not None:
-            if given["bias_k"] is not None:
-                expected = "be None together with bias_k and bias_v"
-                raise ValueError(checks.message(_NAME, name, expected, f"shape {x.shape}"))
-            letters = "(N * num_heads, S, E / num_heads)"
-            checks.shape(_NAME, name, x, letters, (N * H, S, D))
-            x = x.reshape(N, H, S, D)
-        found.append(x)
+        if given[name] is not None and given["bias_k"] is not None:
+            expected = "be None together with bias_k and bias_v"
+            raise ValueError(checks.message(_NAME, name, expected, f"shape {given[name].shape}"))
+        x = shaped(_NAME, given, name, "(N * num_heads, S, E / num_heads)", N * H, S, D)
+        found.append(None if x is None else x.reshape(N, H, S, D))
     if found[1] is None and given["value"].shape[0] != S:
         expected = f"have the length S = {S} of static_k"
         raise ValueError(checks.message(_NAME, "value", expected, given["value"].shape[0]))

@@ -1,14 +1,14 @@
-"""Layers for Flax (linen and NNX), Haiku, Equinox, and attention for Keras, each in the folder of its name.
+"""Layers for Flax (linen and NNX), Haiku, Equinox, and attention for Keras, each in the module of its name.
 
     from jax_attn_bwd.layers.<framework> import ...
 
-A framework is imported with its own folder only, where that is first named.
+A framework is imported with its own module only, where that is first named.
 """
 
 import importlib
 from types import ModuleType
 
-# framework folder: (what it imports, what to install)
+# module: (what it imports, what to install)
 _FRAMEWORKS = {
     "equinox": ("equinox", "equinox"),
     "flax_linen": ("flax", "flax"),

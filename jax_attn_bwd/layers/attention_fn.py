@@ -162,6 +162,7 @@ def attention_fn(
     )  # fmt: skip
 
 
+_NO_DROPOUT: dict[str, Any] = dict(dropout_rate=0.0, dropout_key=None)
 _EINSUMS = ("einsum_dot_general", "qk_attn_weights_einsum", "attn_weights_value_einsum")
 
 
@@ -200,17 +201,8 @@ def attention_by(
         band = _band_of_step(**band, mask_mod=mask_mod, score_mod=score_mod)
     options |= dict(**band, mask_mod=mask_mod, score_mod=score_mod)
     options["deterministic_sums"] = checks.flag(_NAME, "deterministic_sums", options["deterministic_sums"])
-    out = attend(
-        query,
-        key,
-        value,
-        bias,
-        mask,
-        **options,
-        dropout_rate=dropout_rate if drops else 0.0,
-        dropout_key=dropout_rng if drops else None,
-        implementation=implementation,
-    )
+    drop = dict(dropout_rate=dropout_rate, dropout_key=dropout_rng) if drops else _NO_DROPOUT
+    out = attend(query, key, value, bias, mask, **options, **drop, implementation=implementation)
     out = nan_if_additive(out, numbers)
     # Weights [..., N, T, S] are formed for a module that asks for them.
     if module is not None:
@@ -290,7 +282,7 @@ def attention_weights(
     query: jax.Array, key: jax.Array, value: jax.Array, bias: Any, mask: Any, **given: Any
 ) -> jax.Array:
     """Returns `[..., N, T, S]`, float32 or wider."""
-    given |= dict(scale=None, sink=None, dropout_rate=0.0, dropout_key=None, dropout_offset=None)
+    given |= dict(scale=None, sink=None, dropout_offset=None, **_NO_DROPOUT)
     options, operands = arguments.prepare(_NAME, query, key, value, bias, mask, **given)
     p = blockwise.probabilities(blockwise.plane(options, operands), None)  # [..., K, G, T, S]
     return p.reshape(*query.shape[:-3], query.shape[-2], *p.shape[-2:])

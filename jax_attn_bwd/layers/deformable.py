@@ -51,7 +51,7 @@ References:
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypedDict
 
 import jax
@@ -66,6 +66,7 @@ from jax_attn_bwd.ops.deformable import multi_scale_deformable_attention
 from jax_attn_bwd.ops.deformable.arguments import level_shapes
 
 _NAME = "MultiScaleDeformableAttention"
+_OPTIONS = ("num_points", "padding_mode", "method", "deterministic_sums", "implementation")  # of the operator
 
 
 class Keywords(TypedDict, total=False):
@@ -86,40 +87,22 @@ class Keywords(TypedDict, total=False):
 
 
 @dataclass(frozen=True)
-class Options:
-    """Holds the options of the operator."""
+class Config:
+    """Holds what a layer is built from, and the defaults of `Keywords`."""
 
+    width: int  # C
+    num_heads: int  # M
+    num_levels: int = 4
+    num_points: Any = 4  # in a layer P_l of each level
     padding_mode: PaddingMode = "zeros"
     method: SamplingMethod = "bilinear"
     deterministic_sums: bool = True
     implementation: Implementation | None = None
     forward_mode: bool = False
-    attention_fn: Callable[..., jax.Array] = multi_scale_deformable_attention  # called in its place
-
-
-@dataclass(frozen=True)
-class _Defaults(Options):
-    """Holds the defaults of `Keywords`."""
-
-    num_levels: int = 4
-    num_points: int | Sequence[int] = 4
     use_4D_normalizer: bool = False
     offset_scale: float = 0.5
     projections: bool = True
-    deterministic: bool | None = None
-
-
-@dataclass(frozen=True)
-class Config:
-    """Holds what a layer is built from."""
-
-    width: int  # C
-    num_heads: int  # M
-    num_points: tuple[int, ...]  # P_l
-    options: Options
-    use_4D_normalizer: bool
-    offset_scale: float
-    projections: bool
+    attention_fn: Callable[..., jax.Array] = multi_scale_deformable_attention
     unbatched: bool = False  # whether calls take one picture, as in Equinox
 
     @property
@@ -141,7 +124,7 @@ def configure(
     width: str, C: Any, num_heads: Any, keywords: Mapping[str, Any], unbatched: bool = False
 ) -> Config:
     """Returns the configuration of a layer from its arguments, checked; `width` is the name that C has."""
-    given = checks.complete(f"{_NAME}.__init__", _Defaults, Keywords, keywords)
+    given = checks.complete(f"{_NAME}.__init__", Config, Keywords, keywords)
     # Heads and their width, and how many points a head has on each level.
     num_heads = checks.integer(_NAME, "num_heads", num_heads, least=1)
     num_levels = checks.integer(_NAME, "num_levels", given["num_levels"], least=1)
@@ -156,16 +139,16 @@ def configure(
         raise ValueError(checks.message(_NAME, "num_points", expected, repr(points)))
     counts = tuple(checks.integer(_NAME, "num_points", P, least=1) for P in each)
     # Options of the operator, and in what the published modules differ.
-    sums = checks.repeatable_sums(_NAME, given["deterministic_sums"], given["deterministic"])
-    options = Options(**{x.name: given[x.name] for x in fields(Options)} | {"deterministic_sums": sums})
-    checks.flag(_NAME, "forward_mode", options.forward_mode)
-    if not callable(options.attention_fn):
+    sums = checks.repeatable_sums(_NAME, given["deterministic_sums"], given.pop("deterministic", None))
+    if not callable(given["attention_fn"]):
         expected = "be a function like multi_scale_deformable_attention"
-        raise TypeError(checks.message(_NAME, "attention_fn", expected, type(options.attention_fn).__name__))
-    normalizer = checks.flag(_NAME, "use_4D_normalizer", given["use_4D_normalizer"])
-    offset_scale = checks.python_float(_NAME, "offset_scale", given["offset_scale"])
-    own = checks.flag(_NAME, "projections", given["projections"])
-    return Config(C, num_heads, counts, options, normalizer, offset_scale, own, unbatched)
+        got = type(given["attention_fn"]).__name__
+        raise TypeError(checks.message(_NAME, "attention_fn", expected, got))
+    for name in ("forward_mode", "use_4D_normalizer", "projections"):
+        given[name] = checks.flag(_NAME, name, given[name])
+    given["offset_scale"] = checks.python_float(_NAME, "offset_scale", given["offset_scale"])
+    given |= dict(num_levels=num_levels, num_points=counts, deterministic_sums=sums)
+    return Config(C, num_heads, **given, unbatched=unbatched)
 
 
 def offsets_init(config: Config) -> Callable[..., jax.Array]:
@@ -186,42 +169,6 @@ def offsets_bias(config: Config) -> np.ndarray:
 def offsets_dtype(dtype: Any) -> jnp.dtype | None:
     """Returns the dtype of offsets and logits in a layer that computes in `dtype`: float32 or wider."""
     return None if dtype is None else accumulator_dtype(jnp.dtype(dtype))
-
-
-def attend(
-    config: Config,
-    linears: Linears,
-    query: jax.Array,
-    reference_points: jax.Array,
-    value: jax.Array,
-    spatial_shapes: Any,
-    mask: jax.Array | None,
-) -> jax.Array:
-    """Computes the output `[..., Q, C]` of a layer."""
-    # Locations and logits [..., Q, M * K] come from the query, values [..., S, C] from the feature maps.
-    locations = sampling_locations(config, linears, query, reference_points, spatial_shapes)
-    *batch, Q, M, K, _ = locations.shape
-    logits = linears.attention_weights(_precise(query))
-    value = checks.floating(_NAME, "value", value)
-    S = sum(H * W for H, W in _levels(config, spatial_shapes))
-    checks.shape(_NAME, "value", value, "[..., S, C]", (*batch, S, config.width))
-    mask = _mask(mask, (*batch, S))
-    # Zeroed on entry as well: a NaN in the padding would reach the kernel's gradient as 0 * NaN.
-    value = _keep(mask, linears.value_proj(_keep(mask, value)))
-    # The operator has one batch axis, and takes the softmax of the logits itself.
-    B, options = math.prod(batch), dict(vars(config.options))
-    if not config.options.forward_mode:
-        del options["forward_mode"]  # an `attention_fn` of the caller's need not take it
-    out = options.pop("attention_fn")(
-        value.reshape(B, S, M, config.width // M),
-        spatial_shapes,
-        locations.reshape(B, Q, M, K, 2),
-        logits.reshape(B, Q, M, K),
-        num_points=config.num_points,
-        normalize="softmax",
-        **options,
-    )
-    return linears.output_proj(out.reshape(*batch, Q, config.width))
 
 
 def sampling_locations(
@@ -289,7 +236,25 @@ class Calls:
         Raises:
           ValueError: shapes disagree. TypeError: an argument is of the wrong kind.
         """
-        return attend(self.config, _linears(self), query, reference_points, value, spatial_shapes, mask)
+        # Locations and logits [..., Q, M * K] come from the query, values [..., S, C] from the feature maps.
+        config, linears = self.config, _linears(self)
+        locations = sampling_locations(config, linears, query, reference_points, spatial_shapes)
+        *batch, Q, M, K, _ = locations.shape
+        logits = linears.attention_weights(_precise(query))
+        value = checks.floating(_NAME, "value", value)
+        S = sum(H * W for H, W in _levels(config, spatial_shapes))
+        checks.shape(_NAME, "value", value, "[..., S, C]", (*batch, S, config.width))
+        mask = _mask(mask, (*batch, S))
+        # Zeroed on entry as well: a NaN in the padding would reach the kernel's gradient as 0 * NaN.
+        value = _keep(mask, linears.value_proj(_keep(mask, value)))
+        # The operator has one batch axis, and takes the softmax of the logits itself.
+        B, options = math.prod(batch), {name: getattr(config, name) for name in _OPTIONS}
+        if config.forward_mode:  # an `attention_fn` of the caller's need not take it
+            options["forward_mode"] = True
+        value = value.reshape(B, S, M, config.width // M)
+        locations, logits = locations.reshape(B, Q, M, K, 2), logits.reshape(B, Q, M, K)
+        out = config.attention_fn(value, spatial_shapes, locations, logits, normalize="softmax", **options)
+        return linears.output_proj(out.reshape(*batch, Q, config.width))
 
     def sampling_locations(
         self: Any, query: jax.Array, reference_points: jax.Array, spatial_shapes: Any
@@ -302,13 +267,8 @@ def _linears(layer: Any) -> Linears:
     """Returns the linear layers of `layer`, where it does not tell itself how they are applied."""
     if hasattr(layer, "_linears"):
         return layer._linears()
-    own = layer.config.projections
-    return Linears(
-        layer.sampling_offsets,
-        layer.attention_weights,
-        layer.value_proj if own else as_it_is,
-        layer.output_proj if own else as_it_is,
-    )
+    outer = (layer.value_proj, layer.output_proj) if layer.config.projections else (as_it_is, as_it_is)
+    return Linears(layer.sampling_offsets, layer.attention_weights, *outer)
 
 
 def as_it_is(x: jax.Array) -> jax.Array:
@@ -360,14 +320,9 @@ def encoder_reference_points(
         expected = f"have shape [..., L, 2] = {('...', len(shapes), 2)}"
         raise ValueError(checks.message(name, "valid_ratios", expected, ratios.shape))
     points = points.reshape((1,) * (ratios.ndim - 2) + points.shape[1:])
-    own = jnp.concatenate(
-        [
-            jnp.broadcast_to(ratios[..., level, None, :], (*ratios.shape[:-2], h * w, 2))
-            for level, (h, w) in enumerate(shapes)
-        ],
-        axis=-2,
-    )
-    return points / own[..., None, :] * ratios[..., None, :, :]
+    sizes = enumerate((*ratios.shape[:-2], h * w, 2) for h, w in shapes)
+    own = [jnp.broadcast_to(ratios[..., level, None, :], size) for level, size in sizes]
+    return points / jnp.concatenate(own, -2)[..., None, :] * ratios[..., None, :, :]
 
 
 def from_torch(state: Mapping[str, Any], prefix: str = "") -> dict[str, dict[str, jax.Array]]:

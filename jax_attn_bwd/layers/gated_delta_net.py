@@ -65,7 +65,7 @@ References:
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, TypedDict, overload
+from typing import Any, NamedTuple, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -74,7 +74,7 @@ from jax import lax
 from jax_attn_bwd._core import checks
 from jax_attn_bwd._core.numerics import accumulator_dtype, saturated, to_rank
 from jax_attn_bwd._core.sharding import reshard_like
-from jax_attn_bwd._core.types import Implementation, Integers
+from jax_attn_bwd._core.types import Implementation
 from jax_attn_bwd.layers.torch_weights import as_array
 from jax_attn_bwd.ops.linear_attention import gated_delta_rule
 
@@ -247,24 +247,9 @@ def configure(
     return Config(num_key_heads, num_value_heads, key_head_dim, value_head_dim, **given)
 
 
-# fmt: off
-@overload
 def apply(
-    config: Config, parts: Parts, x: jax.Array, cache: None, seq_lengths: Integers | None,
-    segment_ids: Integers | None) -> tuple[jax.Array, None]: ...
-@overload
-def apply(
-    config: Config, parts: Parts, x: jax.Array, cache: GatedDeltaNetCache, seq_lengths: Integers | None,
-    segment_ids: Integers | None) -> tuple[jax.Array, GatedDeltaNetCache]: ...
-# fmt: on
-def apply(
-    config: Config,
-    parts: Parts,
-    x: jax.Array,
-    cache: GatedDeltaNetCache | None,
-    seq_lengths: Integers | None,
-    segment_ids: Integers | None,
-) -> tuple[jax.Array, GatedDeltaNetCache | None]:
+    config: Config, parts: Parts, x: Any, cache: GatedDeltaNetCache | None, seq_lengths: Any, segment_ids: Any
+) -> tuple[jax.Array, Any]:
     """Returns (the output `[..., T, E]` of a layer, the cache with its tokens, None where none is given)."""
     x = tokens(config, x)
     *batch, T, _ = x.shape
@@ -298,21 +283,12 @@ def apply(
     # The rule, from the state of the cache on.
     wide = accumulator_dtype(rows.dtype)
     step = jax.nn.softplus(a.astype(wide) + to_rank(parts.dt_bias.astype(wide), a.ndim))
-    out, state = gated_delta_rule(
-        q,
-        k,
-        v,
-        -jnp.exp(to_rank(parts.A_log.astype(wide), a.ndim)) * step,
-        jax.nn.sigmoid(b.astype(wide)),
-        initial_state=None if cache is None else cache.recurrent_state.astype(wide),
-        l2_norm_epsilon=_UNIT_EPSILON,
-        seq_lengths=lengths,
-        segment_ids=None if document is None else document[..., reach:],
-        return_final_state=True,
-        precision=config.precision,
-        forward_mode=config.forward_mode,
-        implementation=config.implementation,
-    )
+    decay, beta = -jnp.exp(to_rank(parts.A_log.astype(wide), a.ndim)) * step, jax.nn.sigmoid(b.astype(wide))
+    before = None if cache is None else cache.recurrent_state.astype(wide)
+    own = document if document is None else document[..., reach:]
+    options: Any = {name: getattr(config, name) for name in ("precision", "implementation", "forward_mode")}
+    options |= dict(l2_norm_epsilon=_UNIT_EPSILON, initial_state=before, seq_lengths=lengths, segment_ids=own)
+    out, state = gated_delta_rule(q, k, v, decay, beta, return_final_state=True, **options)
     out = _gated_norm(out, z, parts.norm, config.rms_norm_eps)
     out = parts.out_proj(out.reshape(*batch, T, config.values))
     if cache is None:
@@ -368,10 +344,7 @@ def _check_cache(config: Config, cache: Any, batch: list) -> None:
     """Raises for what is no cache of this layer and these rows."""
     if cache is None:
         return
-    if not isinstance(cache, GatedDeltaNetCache):
-        remedy = "begin with layer.init_cache()"
-        got = type(cache).__name__
-        raise TypeError(checks.message(_NAME, "cache", "be a GatedDeltaNetCache", got, remedy))
+    checks.instance(_NAME, "cache", cache, GatedDeltaNetCache, "begin with layer.init_cache()")
     for name, held, shape in zip(cache._fields, cache, _cache_shapes(config, batch), strict=True):
         checks.shape(_NAME, f"cache.{name}", held, "that of the rows of x", shape)
 

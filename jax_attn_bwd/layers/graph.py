@@ -220,9 +220,8 @@ class ChecksNames:
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Makes the layer, or raises."""
         for name in _NOT_TAKEN.keys() & kwargs.keys():
-            raise TypeError(
-                checks.message(cls.kind, name, "be left out", repr(kwargs[name]), _NOT_TAKEN[name])
-            )
+            got, remedy = repr(kwargs[name]), _NOT_TAKEN[name]
+            raise TypeError(checks.message(cls.kind, name, "be left out", got, remedy))
         return super().__new__(cls)
 
 
@@ -308,26 +307,20 @@ def attend(
     if config.kind != "TransformerConv" and config.add_self_loops:
         graph, edge_attr = _with_self_loops(config, graph, edge_attr)
     # The operator is called with projected nodes, and what skips it is added.
-    options: dict[str, Any] = dict(
-        num_heads=config.heads,
-        concat_heads=config.concat,
-        implementation=config.implementation,
-        forward_mode=config.forward_mode,
-        dropout_rate=0.0 if dropout_key is None else config.dropout,
-        dropout_key=dropout_key,
-        return_attention_weights=checks.flag(
-            config.kind, "return_attention_weights", return_attention_weights
-        ),
-    )
+    checks.flag(config.kind, "return_attention_weights", return_attention_weights)
+    options: dict[str, Any] = dict(num_heads=config.heads, concat_heads=config.concat)
+    options |= dict(implementation=config.implementation, forward_mode=config.forward_mode)
+    options |= dict(dropout_rate=0.0 if dropout_key is None else config.dropout, dropout_key=dropout_key)
+    options["return_attention_weights"] = return_attention_weights
     if config.kind != "TransformerConv":
         options |= dict(activation="leaky_relu", alpha=config.negative_slope)
     same = not isinstance(x, tuple | list)  # one array holds both sides
-    operands = _OPERANDS[config.kind](config, linears, arrays, x_src, x_dst, edge_attr, same)
-    result = _OPERATORS[config.kind](graph, **operands, **options)
-    if not return_attention_weights:
-        return _finish(linears, arrays, result, x_dst)
-    out, weights = result
-    return _finish(linears, arrays, out, x_dst), weights
+    operands_of, operator = _KINDS[config.kind]
+    operands = operands_of(config, linears, arrays, x_src, x_dst, edge_attr, same)
+    result = operator(graph, **operands, **options)
+    out, *weights = result if return_attention_weights else (result,)
+    out = _finish(linears, arrays, out, x_dst)
+    return (out, *weights) if weights else out
 
 
 def _gat(config, linears, arrays, x_src, x_dst, edge_attr, same) -> dict[str, Any]:
@@ -357,19 +350,14 @@ def _gatv2(config, linears, arrays, x_src, x_dst, edge_attr, same) -> dict[str, 
 
 
 def _transformer(config, linears, arrays, x_src, x_dst, edge_attr, same) -> dict[str, Any]:
-    return dict(
-        query=linears["lin_query"](x_dst),
-        key=linears["lin_key"](x_src),
-        value=linears["lin_value"](x_src),
-        edge=None if edge_attr is None else linears["lin_edge"](edge_attr),
-    )
+    sides = {"query": x_dst, "key": x_src, "value": x_src, "edge": edge_attr}
+    return {name: None if x is None else linears[f"lin_{name}"](x) for name, x in sides.items()}
 
 
-_OPERANDS = {"GATConv": _gat, "GATv2Conv": _gatv2, "TransformerConv": _transformer}
-_OPERATORS: dict[str, Callable[..., Any]] = {
-    "GATConv": graph_attention,
-    "GATv2Conv": graph_attention_v2,
-    "TransformerConv": graph_transformer_attention,
+_KINDS: dict[str, tuple[Callable[..., dict[str, Any]], Callable[..., Any]]] = {
+    "GATConv": (_gat, graph_attention),
+    "GATv2Conv": (_gatv2, graph_attention_v2),
+    "TransformerConv": (_transformer, graph_transformer_attention),
 }
 
 
@@ -389,18 +377,8 @@ def _finish(linears: Linears, arrays: Arrays, out: jax.Array, x_dst: jax.Array) 
 
 def _nodes(config: Config, x: Any, graph: BipartiteCSC) -> tuple[jax.Array, jax.Array]:
     """Returns features of sources and destinations, of the widths that the layer was built for."""
-    # A pair holds both sides.
     widths = config.in_channels
     source, destination = widths if isinstance(widths, tuple) else (widths, widths)
-    if isinstance(x, tuple | list) and len(x) != 2:
-        expected = "be an array or a pair (x_src, x_dst)"
-        raise ValueError(checks.message(config.kind, "x", expected, f"{len(x)} of them"))
-    if isinstance(x, tuple | list) and x[1] is None:
-        expected = "be an array, not None as in PyTorch Geometric"
-        remedy = "pass the features of the destinations, or one array x whose first num_dst rows they are"
-        if config.kind == "GATConv":
-            remedy += f"; PyTorch Geometric computes what zeros [{graph.num_dst}, channels] give"
-        raise TypeError(checks.message(config.kind, "x_dst", expected, None, remedy))
     # One array holds the destinations in its first rows.
     if not isinstance(x, tuple | list):
         shared = source if source == destination else None
@@ -409,6 +387,16 @@ def _nodes(config: Config, x: Any, graph: BipartiteCSC) -> tuple[jax.Array, jax.
             expected = f"be a pair (x_src, x_dst) with in_channels = {widths}"
             raise ValueError(checks.message(config.kind, "x", expected, "one array"))
         return x, rows_of_destinations(config.kind, "x", "be a pair (x_src, x_dst)", graph, x, "one array")
+    # A pair holds both sides.
+    if len(x) != 2:
+        expected = "be an array or a pair (x_src, x_dst)"
+        raise ValueError(checks.message(config.kind, "x", expected, f"{len(x)} of them"))
+    if x[1] is None:
+        expected = "be an array, not None as in PyTorch Geometric"
+        remedy = "pass the features of the destinations, or one array x whose first num_dst rows they are"
+        if config.kind == "GATConv":
+            remedy += f"; PyTorch Geometric computes what zeros [{graph.num_dst}, channels] give"
+        raise TypeError(checks.message(config.kind, "x_dst", expected, None, remedy))
     x_src = _rows(config, "x_src", x[0], "num_src", graph.num_src, source)
     return x_src, _rows(config, "x_dst", x[1], "num_dst", graph.num_dst, destination)
 

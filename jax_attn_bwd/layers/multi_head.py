@@ -52,7 +52,7 @@ and 1, which are meant to be added, are an error. Shapes that disagree are a Val
 arguments of the wrong kind, as an additive mask, a TypeError. Where the numbers of a mask or a cache are
 traced, a negative one in the mask, and a full cache, give NaN.
 
-The names of parameters stand in each framework's own `multi_head.py`. A layer of another framework (the
+The names of parameters stand in each framework's own file. A layer of another framework (the
 shortest to follow is Haiku's) makes `MultiHeadAttentionParams`, and hands them to `attend` with `Keywords`
 and `Tokens`.
 
@@ -267,9 +267,8 @@ def check_room(layer: str, length: int, taken: Any, new: int = 1) -> None:
     values = checks.known(taken)
     if length < new or (values is not None and int(values) + new > length):
         got = f"{length}" if values is None else f"{length}, of which {int(values)} are taken"
-        raise ValueError(
-            checks.message(layer, "the cache", f"have room for {new} token{'s' * (new != 1)} more", got)
-        )
+        expected = f"have room for {new} token{'s' * (new != 1)} more"
+        raise ValueError(checks.message(layer, "the cache", expected, got))
 
 
 def within_room(out: jax.Array, length: int, end: Any) -> jax.Array:
@@ -326,12 +325,9 @@ def decode(
         if x.shape != size:
             expected = f"have heads {size}, as the cache has"
             raise ValueError(checks.message(layer, name, expected, x.shape))
-    filled = KeyValueCache(
-        _written(new[0], cache.key, cache.tokens),
-        _written(new[1], cache.value, cache.tokens),
-        jnp.asarray(cache.tokens + T, jnp.int32),
-    )
     end = cache.tokens + T
+    k, v = (_written(x, held, cache.tokens) for x, held in zip(new, cache[:2], strict=True))
+    filled = KeyValueCache(k, v, jnp.asarray(end, jnp.int32))
     at = cache.tokens + jnp.arange(T, dtype=jnp.int32)
     # A query sees what stands in the cache up to itself.
     if query_positions is None and key_value_positions is None:
@@ -344,17 +340,9 @@ def decode(
     q, *_ = promote(None, q, *new)  # a narrower cache does not narrow what is computed
     k, v = (x.astype(q.dtype) for x in filled[:2])
     q, k = rotated(layer, rotary, q, k, query_positions, key_value_positions)
-    out = dot_product_attention(
-        q,
-        k,
-        v,
-        mask=mask,
-        query_positions=query_positions,
-        key_value_positions=key_value_positions,
-        key_value_seq_lengths=jnp.minimum(limit, length),
-        precision=precision,
-        **options,
-    )
+    options |= dict(query_positions=query_positions, key_value_positions=key_value_positions)
+    options |= dict(key_value_seq_lengths=jnp.minimum(limit, length), precision=precision)
+    out = dot_product_attention(q, k, v, mask=mask, **options)
     # Heads are projected to the output.
     out, kernel, bias = promote(None, out, params.out_kernel, params.out_bias)
     out = jnp.einsum("...nh,nhe->...e", out, kernel, precision=precision)

@@ -188,7 +188,7 @@ def test_options_need_our_attention():
     )
     with pytest.raises(ValueError, match=r"is_causal must be left out with an attention_fn"):
         layer.init(jax.random.key(0), x, y)
-    with pytest.raises(ValueError, match=r"local_window_size, .*, deterministic_sums must be left out"):
+    with pytest.raises(ValueError, match=r"local_window_size, .*, deterministic_sums, .* must be left out"):
         flax_nnx.MultiHeadAttention(
             N, E, attention_fn=uniform_attention, local_window_size=1, rngs=nnx.Rngs(0)
         )

@@ -5,6 +5,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import jax_attn_bwd
+from jax_attn_bwd import layers
 
 ROOT = Path(jax_attn_bwd.__file__).parent
 # what every operator has, under the name that all have it by
@@ -18,12 +19,12 @@ OF_EVERY_OPERATOR = {"Plan", "Options", "Operands", "Residuals", "Result", "Want
 def classes() -> dict[str, list[str]]:
     """The files that define a class of each name, a leading underscore aside; as often as they define one.
 
-    Layers of a framework, `layers/FRAMEWORK/*`, have the names that it gives them.
+    Layers of a framework, `layers/FRAMEWORK.py`, have the names that it gives them.
     """
     found = defaultdict(list)
     for path in sorted(ROOT.rglob("*.py")):
         parts = path.relative_to(ROOT).parts
-        if parts[0] == "layers" and len(parts) > 2:
+        if parts[0] == "layers" and path.stem in layers._FRAMEWORKS:
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ClassDef):

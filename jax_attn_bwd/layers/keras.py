@@ -1,22 +1,37 @@
-"""Multi-head and grouped-query attention as Keras layers: Keras' own but for what their projections enclose.
-
-Keras' `call` hands what `_compute_attention_mask` returns on to `_compute_attention` and does not look at it.
-Both are replaced here, and `Seen` takes the place of a mask of T x S between them.
-"""
+"""Layers for Keras 3 on its JAX backend, which they choose where nothing has chosen one before Keras."""
 
 import dataclasses
 import math
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Unpack
 
 import jax.numpy as jnp
+
+if "keras" not in sys.modules:
+    os.environ.setdefault("KERAS_BACKEND", "jax")
+
 import keras
+from keras.src import backend
 
 from jax_attn_bwd._core import checks, masks
 from jax_attn_bwd._core.rotary import Rotary
+from jax_attn_bwd._core.types import Implementation
 from jax_attn_bwd.layers import multi_head
 from jax_attn_bwd.layers.attention_fn import attention_weights
 from jax_attn_bwd.layers.multi_head import Tokens
 from jax_attn_bwd.ops.dot_product import dot_product_attention
+
+if keras.backend.backend() != "jax":
+    raise ImportError(
+        f"jax_attn_bwd.layers.keras needs the JAX backend of Keras, got {keras.backend.backend()!r}; set the "
+        "environment variable KERAS_BACKEND=jax before Keras is imported"
+    )
+
+__all__ = ["GroupedQueryAttention", "MultiHeadAttention", "use_attention"]
 
 _REMEDY = "Keras' layers have no bias: jax_attn_bwd.dot_product_attention(bias=) has"
 _PADDED_QUERY, _PADDED_KEY = -(2**31), 1 - 2**31  # segments of what Keras' masks leave out
@@ -27,7 +42,11 @@ class Seen(dict[str, Any]):
 
 
 class _Layer(keras.layers.Layer):
-    """Replaces the attention inside a Keras layer, before which it stands among the bases."""
+    """Replaces the attention inside a Keras layer, before which it stands among the bases.
+
+    Keras' `call` hands what `_compute_attention_mask` returns on to `_compute_attention` and does not look at
+    it. Both are replaced here, and `Seen` takes the place of a mask of T x S between them.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any):
         options = {name: kwargs.pop(name, default) for name, default in multi_head.OPTIONS.items()}
@@ -106,12 +125,8 @@ class _Layer(keras.layers.Layer):
             _leave_out(type(self).__name__, seen, query, value, *padding)
         return seen
 
-    def _compute_attention(
-        self, query, key, value, attention_mask=None, training=None, return_attention_scores=None,
-        use_causal_mask=False,
-    ) -> Any:  # fmt: skip
-        called = attention_mask, training, return_attention_scores, use_causal_mask
-        return compute_attention(self, query, key, value, *called, **multi_head.options_of(self))
+    def _compute_attention(self, *called: Any, **named: Any) -> Any:
+        return _attend(self, multi_head.options_of(self), *called, **named)
 
 
 @keras.saving.register_keras_serializable("jax_attn_bwd")
@@ -186,20 +201,19 @@ def _leave_out(layer: str, seen: Seen, query, value, query_mask, value_mask, key
         raise NotImplementedError(checks.message(layer, "query", expected, query.shape, remedy))
     names = "query_segment_ids", "key_value_segment_ids"
     if all(seen[name] is None for name in names):
-        seen |= {
-            name: jnp.zeros(x.shape[1], jnp.int32) for name, x in zip(names, (query, value), strict=True)
-        }
+        for name, x in zip(names, (query, value), strict=True):
+            seen[name] = jnp.zeros(x.shape[1], jnp.int32)
     padding = (0, query_mask, _PADDED_QUERY), (1, value_mask, _PADDED_KEY), (1, key_mask, _PADDED_KEY)
     for side, mask, segment in padding:
         if mask is not None and seen[names[side]] is not None:
             seen[names[side]] = jnp.where(jnp.asarray(mask, bool), seen[names[side]], segment)
 
 
-def compute_attention(
-    layer: Any, query, key, value, attention_mask, training, return_attention_scores, use_causal_mask,
-    **options: Any,
+def _attend(
+    layer: Any, options: dict[str, Any], query, key, value, attention_mask=None, training=None,
+    return_attention_scores=None, use_causal_mask=False,
 ) -> tuple[Any, Any]:  # fmt: skip
-    """Computes what stands between the projections: the heads' outputs, and weights or None."""
+    """Computes what stands between the projections of Keras: the heads' outputs, and weights or None."""
     name = type(layer).__name__
     if return_attention_scores is None:
         return_attention_scores = getattr(layer, "_return_attention_scores", False)
@@ -213,7 +227,7 @@ def compute_attention(
     if not isinstance(attention_mask, Seen):
         told = multi_head.complete(name, Tokens, {})
         attention_mask = Seen(told, mask=attention_mask, is_causal=bool(use_causal_mask))
-    options |= attention_mask
+    options = {**options, **attention_mask}
     # Axes that are attended over become one, before those of heads.
     axes = getattr(layer, "_attention_axes", (1,))
     rows, columns = ([x.shape[axis] for axis in axes] for x in (query, key))
@@ -257,3 +271,100 @@ def _plane(mask: Any, lead: int, rows: list[int], columns: list[int]) -> Any:
         return mask
     mask = jnp.broadcast_to(mask, (*mask.shape[:lead], *rows, *columns))
     return mask.reshape(*mask.shape[:lead], math.prod(rows), math.prod(columns))
+
+
+_NAME = "use_attention"
+
+_SEAMS: list[tuple[Any, str]] = [
+    (keras.layers.MultiHeadAttention, "_compute_attention"),
+    (keras.layers.GroupQueryAttention, "_compute_attention"),
+    (backend.nn, "dot_product_attention"),
+]
+# What may stand at the seams, the last of it does: Keras' own, and that of each context which lasts.
+_stack: list[list[Any]] = []
+_lock = threading.Lock()
+
+
+@contextmanager
+def use_attention(
+    *,
+    implementation: Implementation | None = None,
+    deterministic_sums: bool = True,
+    forward_mode: bool = False,
+) -> Iterator[None]:
+    """Puts this package's attention in place of Keras' own, for models as they are.
+
+        with use_attention():
+            model.fit(x, y)
+
+    Within the context `keras.layers.MultiHeadAttention`, `keras.layers.GroupQueryAttention` and the classes
+    built on them attend as the layers of `jax_attn_bwd.layers.keras` do, with dropout and returned weights
+    too, and `keras.ops.dot_product_attention` is `jax_attn_bwd.dot_product_attention`. Errors are raised,
+    where Keras logs them and computes otherwise. Heads of a query that sees nothing are 0. In the layers
+    `sliding_window` and masks that Keras carries along are masks of T x S; those of
+    `jax_attn_bwd.layers.keras` need none.
+
+    It holds for every thread of the process while the context lasts; where several last, the one that was
+    entered last counts. What was compiled stays as it was compiled: enter it before the first step of a
+    model, or call its `make_train_function(force=True)`.
+
+    Args:
+      implementation, deterministic_sums, forward_mode: as in `jax_attn_bwd.dot_product_attention`.
+
+    Raises:
+      TypeError: `keras.ops.dot_product_attention` with floating values other than 0 and 1 in `mask`; where
+        they are traced, a negative one gives NaN. (Keras' layers make booleans of theirs: not 0 attends.)
+      NotImplementedError: `keras.ops.dot_product_attention` with `attn_logits_soft_cap`.
+
+    Example:
+      >>> from jax_attn_bwd.layers.keras import use_attention
+      >>> import keras  # after it, or with KERAS_BACKEND=jax
+      >>> layer = keras.layers.MultiHeadAttention(num_heads=2, key_dim=4)
+      >>> x = keras.random.normal((1, 5, 8), seed=0)
+      >>> with use_attention():
+      ...     layer(x, x, use_causal_mask=True).shape
+      (1, 5, 8)
+    """
+    own: dict[str, Any] = dict(
+        implementation=implementation, deterministic_sums=deterministic_sums, forward_mode=forward_mode
+    )
+    options = {**multi_head.OPTIONS, **own}
+
+    def in_layer(self, *called: Any, **named: Any) -> Any:
+        return _attend(self, options, *called, **named)
+
+    def in_op(
+        query, key, value, bias=None, mask=None, scale=None, is_causal=False, flash_attention=None,
+        attn_logits_soft_cap=None,
+    ):  # fmt: skip
+        """Computes `keras.ops.dot_product_attention`."""
+        if attn_logits_soft_cap is not None:
+            expected, remedy = "be None", "use jax_attn_bwd.dot_product_attention(logits_soft_cap=)"
+            raise NotImplementedError(
+                checks.message(_NAME, "attn_logits_soft_cap", expected, attn_logits_soft_cap, remedy)
+            )
+        query, key, value, bias = multi_head.promote(None, query, key, value, bias)
+        numbers, mask = mask, multi_head.flax_mask(_NAME, mask, "pass them as bias=")
+        given = dict(scale=scale, is_causal=bool(is_causal), **own)
+        out = dot_product_attention(query, key, value, bias, mask, **given)
+        return multi_head.nan_if_additive(out, numbers)
+
+    ours = [in_layer, in_layer, in_op]
+    with _lock:
+        if not _stack:
+            _stack.append([getattr(place, name) for place, name in _SEAMS])
+        _stack.append(ours)
+        _put_last()
+    try:
+        yield
+    finally:
+        with _lock:
+            _stack.remove(ours)
+            _put_last()
+            if len(_stack) == 1:
+                _stack.clear()
+
+
+def _put_last() -> None:
+    for (place, name), function in zip(_SEAMS, _stack[-1], strict=True):
+        setattr(place, name, function)
