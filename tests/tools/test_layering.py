@@ -78,7 +78,6 @@ LAYERS = (
     ("ops/multi_head/projections", "ops/multi_head/appended", "ops/multi_head/plan"),
     ("ops/multi_head/forward", "ops/multi_head/backward"),
     ("ops/multi_head/tangent",),
-    ("ops/*/rule",),
     ("ops/*/api", "ops/*/edge_ops"),
     ("mods/*",),
     ("ops/*/cases",),

@@ -14,7 +14,7 @@ import numpy as np
 
 from jax_attn_bwd._core import dropout
 from jax_attn_bwd._core.cases import Case, Operator
-from jax_attn_bwd.ops.graph import api, edge_ops, reference, rule
+from jax_attn_bwd.ops.graph import api, edge_ops, reference
 from jax_attn_bwd.ops.graph.structure import BipartiteCSC
 
 
@@ -301,7 +301,7 @@ def _attention(function, definition, differentiable, cases) -> Operator:
         name=function.__name__,
         outputs=("out", "weights", "lse"),
         differentiable=differentiable,
-        implementations=rule.IMPLEMENTATIONS,
+        implementations=api.IMPLEMENTATIONS,
         call=_call(function),
         reference=_reference(definition),
         cases=cases,
