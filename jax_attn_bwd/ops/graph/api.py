@@ -169,7 +169,8 @@ def graph_attention(
         dropout_key=dropout_key, dropout_mask=dropout_mask, dropout_offset=dropout_offset,
         return_attention_weights=return_attention_weights,
     )  # fmt: skip
-    return _run(name, options, operands, return_residual, forward_mode, implementation)
+    plan = _planned(name, options, operands, return_residual, implementation)
+    return _OPERATION.runner(name, forward_mode)(plan, operands)
 
 
 @typed_like(graph_attention)
@@ -228,7 +229,8 @@ def graph_attention_v2(
         dropout_key=dropout_key, dropout_mask=dropout_mask, dropout_offset=dropout_offset,
         return_attention_weights=return_attention_weights,
     )  # fmt: skip
-    return _run(name, options, operands, return_residual, forward_mode, implementation)
+    plan = _planned(name, options, operands, return_residual, implementation)
+    return _OPERATION.runner(name, forward_mode)(plan, operands)
 
 
 # fmt: off
@@ -334,7 +336,8 @@ def graph_transformer_attention(
         dropout_key=dropout_key, dropout_mask=dropout_mask, dropout_offset=dropout_offset,
         return_attention_weights=return_attention_weights,
     )  # fmt: skip
-    return _run(name, options, operands, return_residual, forward_mode, implementation)
+    plan = _planned(name, options, operands, return_residual, implementation)
+    return _OPERATION.runner(name, forward_mode)(plan, operands)
 
 
 def graph_attention_bwd(
@@ -517,19 +520,6 @@ def _planned(
     return_residual = checks.flag(operator, "return_residual", return_residual)
     plan = partial(Plan.of, return_residual=return_residual)
     return backend.planned(operator, IMPLEMENTATIONS, implementation, options, operands, plan)
-
-
-def _run(
-    operator: str,
-    options: Options,
-    operands: Operands,
-    return_residual: Any,
-    both_modes: Any,
-    implementation: Any,
-) -> Any:
-    """Computes what a call returns whose other arguments are checked."""
-    plan = _planned(operator, options, operands, return_residual, implementation)
-    return _OPERATION.runner(operator, both_modes)(plan, operands)
 
 
 def _forward_of(plan: Plan, operands: Operands) -> Callable[[], Result]:
