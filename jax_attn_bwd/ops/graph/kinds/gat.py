@@ -80,22 +80,20 @@ class GAT(Kind):
         z = total(*rows)
         return slope(self.options, z) * to_rank(total(*moving), z.ndim)
 
-    def needs(self, t, wanted: frozenset[str]) -> Sums[bool]:
+    def needs(self, t, wanted: frozenset[str]) -> Sums:
         """Asks for all sums where `attention_weights` is wanted: its gradient is made of them."""
         weights = "attention_weights" in wanted
         return Sums(
-            a=False,
             handed="edge" in wanted or (weights and t.edge is not None),
             dst="dst" in wanted or weights,
-            edge=False,
             message="src" in wanted,
             src="src" in wanted or weights,
         )
 
-    def shares(self, t, need: Sums[bool], edges: Edges) -> Sums[Any]:
+    def shares(self, t, need: Sums, edges: Edges) -> Sums:
         """Computes dz, and its sum by source."""
         dz = edges.ds * slope(self.options, total(*edges.rows))  # (7)
-        return Sums(a=None, handed=dz, dst=None, edge=None, message=None, src=sum_of_group(dz, edges.chunk))
+        return Sums(handed=dz, src=sum_of_group(dz, edges.chunk))
 
     def to_dst(self, t, handed, rows):
         """Returns dz, which is handed on, as it is."""
