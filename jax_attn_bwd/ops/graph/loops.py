@@ -106,11 +106,6 @@ def own_rows(x: jax.Array, chunk: Chunk, fill: float = 0) -> jax.Array:
     return jnp.where(jnp.expand_dims(chunk.exists, tuple(range(2, own.ndim + 1))), own[None], fill)
 
 
-def by_edge(x: jax.Array, chunk: Chunk) -> jax.Array:
-    """Returns rows of groups, `[R, ...]`, in a form that broadcasts to their edges, `[(W,) R, ...]`."""
-    return x if chunk.exists is None else x[None]
-
-
 def sum_of_group(x: jax.Array, chunk: Chunk) -> jax.Array:
     """Sums over the edges of each group, `[(W,) R, ...]` -> `[R, ...]`."""
     return x if chunk.exists is None else x.sum(0)

@@ -174,7 +174,7 @@ class Loops:
         alone = kind.scores_of_numbers and not (known and elements < 4 * options.num_heads)
         whole = whole_elements() * (2 if in_order and alone else 1)
         messages, sources = (grid(one, elements, whole, in_order) for one in groups)
-        scores = grid(groups[0], kind.score_elements(operands), whole, in_order)
+        scores = grid(groups[0], 0 if kind.scores_of_numbers else elements, whole, in_order)
 
         # a row at the end is needed where an index may be past it, and what it finds is summed
         single = all(one.other.shape[1] == 1 for one in groups)

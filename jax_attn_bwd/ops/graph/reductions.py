@@ -24,7 +24,7 @@ from jax_attn_bwd._core.numerics import accumulator_dtype
 from jax_attn_bwd._core.sharding import full_like_operands, tie
 from jax_attn_bwd.ops.graph import loops
 from jax_attn_bwd.ops.graph.groups import Groups
-from jax_attn_bwd.ops.graph.loops import Chunk, by_edge, has_edges, sum_of_group, take
+from jax_attn_bwd.ops.graph.loops import Chunk, has_edges, sum_of_group, take
 from jax_attn_bwd.ops.graph.plan import EdgePlan
 
 
@@ -84,7 +84,7 @@ def _is_top(graph: Any, x: jax.Array, out: jax.Array, chunk: Chunk) -> jax.Array
 def _node_by_number(graph: Any, found: Groups, none: int) -> jax.Array:
     """Returns the `node` of each edge in the caller's order, `[E]`; `none`, past the end, in the padding."""
     chunk = loops.one_chunk(found, graph.capacity, in_order=False)  # reads no rows
-    node = jnp.broadcast_to(by_edge(chunk.node, chunk), chunk.number.shape)
+    node = jnp.broadcast_to(chunk.node, chunk.number.shape)
     all_none = full_like_operands(graph.map_csc_to_coo, (graph.capacity,), none, node.dtype, graph)
     return loops.put(all_none, chunk.number, node)
 

@@ -22,7 +22,6 @@ p is formed again from the m and l that the forward left. A destination without 
 and tangent 0. Tangents of nodes that no edge refers to, and of hidden edges, are not read.
 """
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -115,9 +114,7 @@ class _TangentSums(NamedTuple):
     ds: Any  # [E, H], or [(W,) R, H] of a chunk
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class _Linearized:
+class _Linearized(NamedTuple):
     """The arrays that every chunk reads."""
 
     t: Tables

@@ -33,18 +33,6 @@ class GAT(Kind):
     name = "gat"
     scores_of_numbers = True
 
-    @staticmethod
-    def edge_width(dim: int) -> None:
-        """Returns None: edge features may have any width."""
-        return None
-
-    @staticmethod
-    def weights_shape(dim: int, dim_edge: int | None) -> tuple[str, int]:
-        """Returns the shape of `attention_weights` in letters, and its size."""
-        if dim_edge is None:
-            return "[2 * dim]", 2 * dim
-        return "[2 * dim + dim_edge]", 2 * dim + dim_edge
-
     def score_tables(self, operands):
         """Computes the three shares of z."""
         given = zip(

@@ -41,16 +41,6 @@ class GATv2(Kind):
     reads_twice = True
     placement = MappingProxyType({**Kind.placement, "attention_weights": (-1,)})
 
-    @staticmethod
-    def edge_width(dim: int) -> int:
-        """Returns the width of the nodes, to whose features those of edges are added."""
-        return dim
-
-    @staticmethod
-    def weights_shape(dim: int, dim_edge: int | None) -> tuple[str, int]:
-        """Returns the shape of `attention_weights` in letters, and its size."""
-        return "[dim]", dim
-
     def score_tables(self, operands):
         """Returns the features themselves, and a."""
         H, a = self.options.num_heads, operands.attention_weights

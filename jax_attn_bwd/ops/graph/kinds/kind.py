@@ -164,10 +164,6 @@ class Kind(ABC):
         """Counts the elements of the widest row of an edge, by which passes are cut into chunks."""
         return operands.src.shape[-1]
 
-    def score_elements(self, operands: Operands) -> Any:
-        """Counts the elements of the rows that its score is made of."""
-        return 0 if self.scores_of_numbers else self.row_elements(operands)
-
     def to_heads(self, x: jax.Array) -> jax.Array:
         """Returns rows of `src`, `message` or `edge` as each head of the destinations reads them."""
         return x
