@@ -103,13 +103,9 @@ def chunk_elements() -> int:
 
 
 def grid(groups: Groups, elements: Any, whole: int, in_order: bool) -> Grid:
-    """Cuts `groups` into chunks for a pass; sizes may be symbolic.
+    """Cuts `groups` into chunks for a pass that makes `elements` of an edge; sizes may be symbolic.
 
-    Args:
-      groups: of the graph.
-      elements: how many a pass makes of an edge.
-      whole: how many of all edges need no loop.
-      in_order: whether a scatter adds in order.
+    Where these are `whole` of all edges, or fewer, it needs no loop.
     """
     total, width = groups.other.shape
     of_group = width * (elements if isinstance(elements, int) else _SYMBOLIC_ELEMENTS)

@@ -42,7 +42,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_attn_bwd._core.numerics import accumulator_dtype, reduce_to, to_rank
+from jax_attn_bwd._core.numerics import accumulator_dtype, reduce_to, to_rank, total
 from jax_attn_bwd._core.sharding import match_type, vary_over, varying
 from jax_attn_bwd.ops.linear_attention import layout
 from jax_attn_bwd.ops.linear_attention.decays import EARLIER, LATER, SharedDecays, across_token
@@ -183,17 +183,13 @@ def _of_tokens(
 
     # all value heads of a key head, then through the scale and the norm
     if "query" in wanted:
-        dq = reduce_to(_sum(of_all.query, None if own_share is None else own_share * key), query.shape)
+        dq = reduce_to(total(of_all.query, None if own_share is None else own_share * key), query.shape)
         found["query"] = plan.options.scale * unit_gradient(normed, query_factor, dq)
     if "key" in wanted:
-        dk = _sum(of_all.read, of_all.reader)
-        dk = reduce_to(_sum(dk, None if own_share is None else own_share * query), key.shape)
+        dk = total(of_all.read, of_all.reader)
+        dk = reduce_to(total(dk, None if own_share is None else own_share * query), key.shape)
         found["key"] = unit_gradient(key, key_factor, dk)
     return {name: x for name, x in found.items() if name in wanted}
-
-
-def _sum(x: jax.Array, y: jax.Array | None) -> jax.Array:
-    return x if y is None else x + y
 
 
 def _inter(plan: Plan, rows: frozenset[str], own: Part, through: Through) -> _OfRows:
