@@ -330,7 +330,7 @@ def _of_edges(name, argument, output, definition, cases) -> Operator:
         name=name,
         outputs=(output,),
         differentiable=(argument,),
-        implementations=edge_ops.IMPLEMENTATIONS[name],
+        implementations=edge_ops.IMPLEMENTATIONS,
         call=call,
         reference=promoted,
         cases=cases,
