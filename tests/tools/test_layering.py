@@ -50,13 +50,7 @@ LAYERS = (
     ),
     ("ops/*/kinds/*",),
     ("ops/graph/plan",),
-    (
-        "ops/graph/softmax",
-        "ops/graph/reductions",
-        "ops/graph/self_loops",
-        "ops/*/structure",
-        "ops/graph/batching",
-    ),
+    ("ops/graph/softmax", "ops/graph/reductions", "ops/*/structure", "ops/graph/batching"),
     ("ops/*/arguments", "ops/*/layout", "ops/*/sampling", "ops/*/mod_functions", "ops/dot_product/plan"),
     (
         "ops/dot_product/block",
