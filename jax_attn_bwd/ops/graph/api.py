@@ -41,7 +41,7 @@ from jax_attn_bwd.ops.graph.spec import (
 )
 from jax_attn_bwd.ops.graph.structure import BipartiteCSC
 
-_ADDITIVE = ("src", "dst", "attention_weights", "edge")  # the differentiable arguments, which are operands
+_ADDITIVE = GraphAttentionGrads._fields  # the differentiable arguments, which are operands
 _TRANSFORMER = {"query": "dst", "key": "src", "value": "value", "edge": "edge", "score_bias": "score_bias"}
 
 

@@ -35,27 +35,15 @@ class GAT(Kind):
 
     def score_tables(self, operands):
         """Computes the three shares of z."""
-        given = zip(
-            self._features(operands),
-            self._used(operands),
-            self._split_weights(operands, operands.attention_weights),
-            strict=True,
-        )
-        return *(None if x is None else _share(x, a, used) for x, used, a in given), None
+        sides = self._sides(operands)
+        return *(None if x is None else _share(x, a, used) for x, used, a in sides), None
 
     def score_tables_tangent(self, operands, tangents):
         """Computes the tangents of the three shares."""
-        a, da = operands.attention_weights, tangents.attention_weights
-        of_a = [None] * 3 if da is None else self._split_weights(operands, da)
-        given = zip(
-            self._features(operands),
-            self._features(tangents),
-            self._used(operands),
-            self._split_weights(operands, a),
-            of_a,
-            strict=True,
-        )
-        return *(_share_tangent(*each) for each in given), None
+        da = tangents.attention_weights
+        moving = [None] * 3 if da is None else self._split_weights(operands, da)
+        given = zip(self._sides(operands), self._features(tangents), moving, strict=True)
+        return *(_share_tangent(x, dx, used, a, da) for (x, used, a), dx, da in given), None
 
     def score(self, t, rows):
         """Computes act(z)."""
@@ -111,6 +99,11 @@ class GAT(Kind):
             whole = (reshard_like(x, x, (None,) * x.ndim) for x in sides)
             grads["attention_weights"] = jnp.concatenate([x.reshape(-1) for x in whole])
         return grads
+
+    def _sides(self, operands: Operands) -> list[tuple[Any, jax.Array, jax.Array]]:
+        """Returns of src, dst and edge the features, which of their rows are used, and their weights."""
+        a = self._split_weights(operands, operands.attention_weights)
+        return list(zip(self._features(operands), self._used(operands), a, strict=True))
 
     def _features(self, operands: Operands) -> list[jax.Array | None]:
         """Splits src, dst and edge into heads."""
