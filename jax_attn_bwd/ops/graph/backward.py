@@ -261,7 +261,8 @@ def _share(
     found = kind.shares(t, need, Edges(ds, w, read.dout, dx, read.ends, chunk))
     dst = None
     if need.dst:
-        dst = kind.to_dst(t, found.handed, read.ends._replace(src=shown(read.own, read.seen)))
+        src = shown(read.ends.src, read.seen)
+        dst = kind.to_dst(t, found.handed, read.ends._replace(src=src))
     found = found._replace(message=kind.from_heads(dx) if need.message else None, dst=dst)
     return Sums(*(x if needed else None for x, needed in zip(found, need, strict=True)))
 
@@ -269,8 +270,7 @@ def _share(
 class _SourceRows(NamedTuple):
     """The rows of nodes and edges that a chunk, in groups by source, reads."""
 
-    own: jax.Array  # [(W,) R, H, D], of the sources
-    ends: Rows
+    ends: Rows  # [(W,) R, H, D]; those of the sources are not hidden
     dout: jax.Array  # [(W,) R, H, Dv]
     seen: jax.Array | None  # [(W,) R, H]
 
@@ -282,7 +282,7 @@ def _read(kind: Kind, t: Tables, saved: DestinationRows, chunk: Chunk) -> _Sourc
     edge = None if t.edge is None else kind.to_heads(take(t.edge, chunk.number).astype(dtype))
     edge = None if edge is None else shown(edge, seen)
     dst = shown(rows(t.dst, chunk).astype(dtype), seen)
-    return _SourceRows(own, Rows(own, dst, edge), dout, seen)
+    return _SourceRows(Rows(own, dst, edge), dout, seen)
 
 
 def _gradient_of_scores(

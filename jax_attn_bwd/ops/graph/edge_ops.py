@@ -320,7 +320,7 @@ def _by_edge(operator: str, argument: str, graph: BipartiteCSC, given: Array) ->
 
 
 _REDUCTION = (reductions.forward, reductions.backward, reductions.tangent)
-_PASSES = {
+_PASSES: dict[str, tuple[Any, Any, Any]] = {
     **dict.fromkeys(("edge_sum", "edge_mean", "edge_max"), _REDUCTION),
     "edge_softmax": (softmax.weights_of, softmax.through_weights, softmax.through_weights),
 }
