@@ -28,6 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jax_attn_bwd._core.sharding import full_like_operands
 from jax_attn_bwd._core.split import join
 from jax_attn_bwd.ops.graph.groups import RUN, FirstGroupPerNode, Groups
 
@@ -211,8 +212,8 @@ def room_for_runs(zeros: jax.Array, graph: Any) -> jax.Array:
     """Makes of zeros by destination those by run."""
     if graph.run_owners is None:
         return zeros
-    more = graph.run_owners.shape[0] - graph.num_dst
-    return jnp.pad(zeros, ((0, more), *((0, 0) for _ in zeros.shape[1:])))
+    shape = (graph.run_owners.shape[0], *zeros.shape[1:])
+    return full_like_operands(zeros, shape, 0, zeros.dtype, (zeros, graph))
 
 
 def to_runs(graph: Any, chunk: Chunk) -> Chunk:
