@@ -89,7 +89,7 @@ from jax_attn_bwd.ops.graph import (
     graph_transformer_attention,
 )
 from jax_attn_bwd.ops.graph.arguments import check_graph, rows_of_destinations
-from jax_attn_bwd.ops.graph.self_loops import FILLS, is_traced
+from jax_attn_bwd.ops.graph.structure import FILLS, is_traced
 
 Linears = Mapping[str, Callable[[jax.Array], jax.Array]]
 Arrays = Mapping[str, jax.Array]

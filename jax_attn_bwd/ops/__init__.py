@@ -16,10 +16,10 @@ scores as functions; `plan` the ways of computing, of which `portable` has a fil
 probabilities, `online_softmax` the sums over tiles, `row_terms` lse and delta; `devices` queries that lie on
 several devices; `blockwise` the door for layers and rings.
 
-Graph attention is three operators that share `rule` and `derivatives`, the `_bwd` of all; `kinds`
-holds what they differ in, `structure`, `groups` and `loops` the graph, `edge_ops` the sums over edges.
+Graph attention is three operators that share their rules; `kinds` holds what they differ in, `structure`,
+`groups` and `loops` the graph, `edge_ops` the sums over edges.
 
-Linear attention: `layout` lays tokens out in groups of chunks, `chunk` holds what the tokens of a chunk are
+Linear attention: `layout` lays tokens out in groups of chunks, `decays` holds what the tokens of a chunk are
 to one another.
 """
 

@@ -51,13 +51,7 @@ LAYERS = (
     ),
     ("ops/*/kinds/*",),
     ("ops/graph/plan",),
-    (
-        "ops/graph/softmax",
-        "ops/graph/reductions",
-        "ops/graph/self_loops",
-        "ops/*/structure",
-        "ops/graph/batching",
-    ),
+    ("ops/graph/softmax", "ops/graph/reductions", "ops/*/structure", "ops/graph/batching"),
     ("ops/*/arguments", "ops/*/layout", "ops/*/sampling", "ops/*/mod_functions", "ops/dot_product/plan"),
     (
         "ops/dot_product/block",
@@ -79,7 +73,6 @@ LAYERS = (
     ("ops/multi_head/projections", "ops/multi_head/appended", "ops/multi_head/plan"),
     ("ops/multi_head/forward", "ops/multi_head/backward"),
     ("ops/multi_head/tangent",),
-    ("ops/*/rule",),
     ("ops/*/api", "ops/*/edge_ops"),
     ("mods/*",),
     ("ops/*/cases",),

@@ -22,7 +22,6 @@ from jax_attn_bwd.ops.deformable.spec import (
     MultiScaleDeformableAttentionGrads,
     MultiScaleDeformableAttentionKeywords,
     Operands,
-    Options,
     Residuals,
     Wanted,
 )
@@ -136,7 +135,7 @@ def multi_scale_deformable_attention(
         level_start_index=level_start_index, num_points=num_points, padding_mode=padding_mode, method=method,
         normalize=normalize, deterministic_sums=deterministic_sums, deterministic=deterministic,
     )  # fmt: skip
-    plan = _planned(_NAME, implementation, options, operands)
+    plan = backend.planned(_NAME, IMPLEMENTATIONS, implementation, options, operands, planned)
     return _OPERATION.runner(_NAME, forward_mode)(plan, operands)
 
 
@@ -185,7 +184,7 @@ def multi_scale_deformable_attention_bwd(
     checks.same_dtype(name, value=operands.value, dout=dout)
     dout = reshard_like(dout, operands.attention_weights, (0, 1, 2))
     wanted = checks.wanted(name, wrt, DIFFERENTIABLE, DIFFERENTIABLE)
-    plan = _planned(name, implementation, static, operands)
+    plan = backend.planned(name, IMPLEMENTATIONS, implementation, static, operands, planned)
     residuals = Residuals(operands, Wanted(frozenset(wanted)))
     grads = backend.named(IMPLEMENTATIONS, plan.implementation).backward(plan, residuals, dout)
 
@@ -205,18 +204,12 @@ IMPLEMENTATIONS = (
 )
 
 
-def _planned(operator: str, implementation: str | None, options: Options, operands: Operands) -> Plan:
-    """Returns the plan of a call; raises where the implementation asked for cannot run it."""
-    return backend.planned(operator, IMPLEMENTATIONS, implementation, options, operands, planned)
-
-
 def _primal(plan: Plan, operands: Operands) -> jax.Array:
     return backend.named(IMPLEMENTATIONS, plan.implementation).forward(plan, operands)
 
 
 def _forward(plan, operands, wanted):
-    given = fusion.computed_once(operands, DIFFERENTIABLE)
-    return backend.named(IMPLEMENTATIONS, plan.implementation).forward(plan, given), operands
+    return _primal(plan, fusion.computed_once(operands, DIFFERENTIABLE)), operands
 
 
 def _backward(plan, operands, wanted, dout):

@@ -8,25 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_attn_bwd._core import checks, sharding
-from jax_attn_bwd._core.types import Array, Normalize, PaddingMode, SamplingMethod
+from jax_attn_bwd._core.types import PaddingMode, SamplingMethod
 from jax_attn_bwd.ops.deformable.spec import Operands, Options
 
 
 def prepare(
-    name: str,
-    value: Any,
-    spatial_shapes: Any,
-    sampling_locations: Array,
-    attention_weights: Array,
-    *,
-    level_start_index: Any,
-    num_points: Sequence[int] | None,
-    padding_mode: str,
-    method: str,
-    normalize: Normalize | None,
-    deterministic_sums: bool,
-    deterministic: bool | None,
-) -> tuple[Options, Operands]:
+    name: str, value, spatial_shapes, sampling_locations, attention_weights, *, level_start_index, num_points,
+    padding_mode, method, normalize, deterministic_sums, deterministic,
+) -> tuple[Options, Operands]:  # fmt: skip
     """Checks every argument of a call and returns its options and operands."""
     # the levels, the value [B, S, M, D], and the numbers of points on each level
     shapes = level_shapes(name, "spatial_shapes", spatial_shapes)

@@ -30,15 +30,19 @@ def prepare_additive(
     checks.same_dtype(operator, src=src, dst=dst)
     heads = _divisor(operator, "num_heads", num_heads, "the width of src", src.shape[-1])
 
-    # data by edge, and the attention weights, whose size the widths of both decide
-    width = src.shape[-1]
+    # data by edge, as wide as the nodes where they are added to them
+    width, is_v2 = src.shape[-1], kind is GATv2
     if edge is not None:
-        edge = _edge(operator, edge, graph, batch, kind.edge_width(width))
+        edge = _edge(operator, edge, graph, batch, width if is_v2 else None)
         if edge.shape[-1] % heads:
             expected = f"have a width that num_heads = {heads} divides"
             raise ValueError(checks.message(operator, "edge", expected, edge.shape))
+
+    # the attention weights, whose size the widths of nodes and edges decide
     attention_weights = checks.floating(operator, "attention_weights", attention_weights)
-    names, size = kind.weights_shape(width, None if edge is None else edge.shape[-1])
+    names, size = ("[dim]", width) if is_v2 else ("[2 * dim]", 2 * width)
+    if edge is not None and not is_v2:
+        names, size = "[2 * dim + dim_edge]", size + edge.shape[-1]
     ravel = "write attention_weights.ravel()" if attention_weights.size == size else ""
     checks.shape(operator, "attention_weights", attention_weights, names, (size,), ravel)
 

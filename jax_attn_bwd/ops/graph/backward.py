@@ -74,7 +74,7 @@ def backward(plan: Plan, residuals: Residuals, cotangents: Cotangents) -> dict[s
     else:
         result = residuals.result
         row: Any = result.lse if result.m is None else result.m
-        sums = _zeros(plan.kind, passes.need, t, row, graph, (operands, result, cotangents))
+        sums = _zeros(passes.need, t, row, graph, (operands, result, cotangents))
         if passes.in_parts:
             sums = sums._replace(handed=())
         if has_edges(operands.graph):
@@ -101,13 +101,13 @@ def backward(plan: Plan, residuals: Residuals, cotangents: Cotangents) -> dict[s
 class _SumsByPass(NamedTuple):
     """Which sums are needed, and which pass gives them."""
 
-    need: Sums[bool]
-    by_source: Sums[bool]  # what the pass by source gives: all, but for dst where a second pass follows
+    need: Sums
+    by_source: Sums  # what the pass by source gives: all, but for dst where a second pass follows
     second: bool  # whether a pass by destination follows
     in_parts: bool  # whether what is handed to it stays in the order of the groups
 
     @classmethod
-    def of(cls, plan: Plan, need: Sums[bool]) -> "_SumsByPass":
+    def of(cls, plan: Plan, need: Sums) -> "_SumsByPass":
         """Decides by what the gradients need."""
         second = need.dst and not plan.one_pass
         in_parts = second and plan.loops.first_groups and not need.handed
@@ -116,8 +116,7 @@ class _SumsByPass(NamedTuple):
 
 
 def _destination_rows(plan: Plan, residuals: Residuals, cotangents: Cotangents) -> DestinationRows:
-    by_edge = plan.delta_by_edge
-    return destination_rows(plan.options, residuals, cotangents, plan.loops.in_order, not by_edge)
+    return destination_rows(plan.options, residuals, cotangents, plan.loops.in_order, not plan.delta_by_edge)
 
 
 def _with_end_rows(plan: Plan, saved: DestinationRows) -> DestinationRows:
@@ -127,45 +126,38 @@ def _with_end_rows(plan: Plan, saved: DestinationRows) -> DestinationRows:
     return saved._replace(**rows)
 
 
-def _zeros(kind: Kind, need: Sums[bool], t: Tables, row: jax.Array, graph: Any, operands: Any) -> Sums[Any]:
+def _zeros(need: Sums, t: Tables, row: jax.Array, graph: Any, operands: Any) -> Sums:
     """Returns zeros for the sums that are needed; `row` `[num_dst, H]` tells their dtype."""
-    by_edge = (graph.capacity, kind.options.num_heads)
 
-    def zeros(needed, like, shape=None):
-        return full_like_operands(like, shape or like.shape, 0, row.dtype, operands) if needed else None
+    def zeros(name):
+        if name == "handed":
+            return full_like_operands(row, (graph.capacity, row.shape[1]), 0, row.dtype, operands)
+        like = getattr(t, name)
+        return full_like_operands(like, like.shape, 0, row.dtype, operands)
 
-    return Sums(
-        message=zeros(need.message, t.message),
-        src=zeros(need.src, t.src),
-        dst=zeros(need.dst, t.dst),
-        edge=zeros(need.edge, t.edge),
-        a=zeros(need.a, t.a),
-        handed=zeros(need.handed, row, by_edge),
-    )
+    return Sums(**{name: zeros(name) for name, is_needed in need._asdict().items() if is_needed})
 
 
 def _sums_over_pieces(
     plan: Plan, passes: _SumsByPass, t: Tables, residuals: Residuals, cotangents: Cotangents, graph: Any
-) -> Sums[Any]:
+) -> Sums:
     """Sums over the edges, by pieces, where nodes lie on several devices; each sum lies as its operand.
 
     What the pass by source hands on is summed, and whole on every device, before the pass by destination.
     """
-    pieces, kind, operands = plan.pieces, plan.kind, residuals.operands
+    pieces, operands = plan.pieces, residuals.operands
     assert pieces is not None  # else there are no pieces
     t, saved = t.unsharded(_destination_rows(plan, residuals, cotangents))
 
     def source_pass(graph, shared):
         t, saved = shared
-        sums = _zeros(kind, passes.by_source, t, saved.m, graph, (graph, shared))
+        sums = _zeros(passes.by_source, t, saved.m, graph, (graph, shared))
         t, saved = plan.loops.with_end_rows(t), _with_end_rows(plan, saved)
         return _source_pass(plan, t, saved, passes.by_source, graph, sums)
 
     def destination_pass(graph, shared):
         t, handed, row = shared
-        only_dst = Sums(*(False for _ in passes.need))._replace(dst=True)
-        sums = _zeros(kind, only_dst, t, row, graph, (graph, shared))
-        sums = sums._replace(handed=handed)
+        sums = _zeros(Sums(dst=True), t, row, graph, (graph, shared))._replace(handed=handed)
         return _destination_pass(plan, plan.loops.with_end_rows(t), graph, sums)
 
     # each sum of a pass goes to the devices of its operand; those without one to every device
@@ -173,7 +165,7 @@ def _sums_over_pieces(
     like = {"message": value, "src": operands.src, "dst": operands.dst}
     spec = lambda name: split.out_spec(like[name], None) if name in like else split.SUM
     needed = passes.by_source._asdict().items()
-    specs = Sums(**{name: spec(name) if is_needed else None for name, is_needed in needed})
+    specs = Sums(**{name: spec(name) for name, is_needed in needed if is_needed})
     sums = placement.over_pieces(pieces, graph, "by_source", source_pass, (t, saved), specs)
     if passes.second:
         shared = t, sums.handed, saved.m
@@ -182,9 +174,7 @@ def _sums_over_pieces(
     return sums
 
 
-def _source_pass(
-    plan: Plan, t: Tables, saved: DestinationRows, need: Sums[bool], graph: Any, sums: Sums[Any]
-) -> Sums[Any]:
+def _source_pass(plan: Plan, t: Tables, saved: DestinationRows, need: Sums, graph: Any, sums: Sums) -> Sums:
     """Adds every edge to the sums that are needed: by source, or in the order of the forward."""
     edges, zeros = graph.by_source, sums.dst
     to_source: Any = loops.add
@@ -240,9 +230,9 @@ def _share(
     t: Tables,
     saved: DestinationRows,
     delta: Callable[[jax.Array], jax.Array] | None,
-    need: Sums[bool],
+    need: Sums,
     chunk: Chunk,
-) -> Sums[Any]:
+) -> Sums:
     """Computes the shares of a chunk's edges, in groups by source, in the sums that are needed.
 
     `delta` makes delta (5) by destination of the terms w c of all edges, which are one chunk; None: saved.
@@ -256,7 +246,7 @@ def _share(
     w = p if z is None else p * z  # (2)
     if not any(need._replace(message=False)):  # nothing goes through the scores
         message = kind.from_heads(sum_of_group(w[..., None] * read.dout, chunk)) if need.message else None
-        return Sums(None, None, None, None, message, None)
+        return Sums(message=message)
 
     # ds, [(W,) R, H]; behind it the rows are read once more where slopes by edge and feature would be kept
     ds = _gradient_of_scores(kind, t, saved, delta, chunk, read, p, z)
@@ -271,7 +261,8 @@ def _share(
     found = kind.shares(t, need, Edges(ds, w, read.dout, dx, read.ends, chunk))
     dst = None
     if need.dst:
-        dst = kind.to_dst(t, found.handed, read.ends._replace(src=shown(read.own, read.seen)))
+        src = shown(read.ends.src, read.seen)
+        dst = kind.to_dst(t, found.handed, read.ends._replace(src=src))
     found = found._replace(message=kind.from_heads(dx) if need.message else None, dst=dst)
     return Sums(*(x if needed else None for x, needed in zip(found, need, strict=True)))
 
@@ -279,8 +270,7 @@ def _share(
 class _SourceRows(NamedTuple):
     """The rows of nodes and edges that a chunk, in groups by source, reads."""
 
-    own: jax.Array  # [(W,) R, H, D], of the sources
-    ends: Rows
+    ends: Rows  # [(W,) R, H, D]; those of the sources are not hidden
     dout: jax.Array  # [(W,) R, H, Dv]
     seen: jax.Array | None  # [(W,) R, H]
 
@@ -292,7 +282,7 @@ def _read(kind: Kind, t: Tables, saved: DestinationRows, chunk: Chunk) -> _Sourc
     edge = None if t.edge is None else kind.to_heads(take(t.edge, chunk.number).astype(dtype))
     edge = None if edge is None else shown(edge, seen)
     dst = shown(rows(t.dst, chunk).astype(dtype), seen)
-    return _SourceRows(own, Rows(own, dst, edge), dout, seen)
+    return _SourceRows(Rows(own, dst, edge), dout, seen)
 
 
 def _gradient_of_scores(
@@ -317,7 +307,7 @@ def _gradient_of_scores(
     return p * (c - (own if read.seen is None else jnp.where(read.seen, own, 0)))
 
 
-def _destination_pass(plan: Plan, t: Tables, graph: Any, sums: Sums[Any]) -> jax.Array:
+def _destination_pass(plan: Plan, t: Tables, graph: Any, sums: Sums) -> jax.Array:
     """Sums for each destination what its edges handed on in the pass by source, `[num_dst, H, D]`."""
     kind, dtype = plan.kind, sums.dst.dtype
     handed: Any = partial(take, sums.handed)
@@ -329,8 +319,4 @@ def _destination_pass(plan: Plan, t: Tables, graph: Any, sums: Sums[Any]) -> jax
         found = ends(kind, t._replace(dst=None), chunk, visible(t, chunk), dtype)._replace(dst=own)
         return sum_of_group(kind.to_dst(t, handed(chunk.number), found), chunk)
 
-    # into runs, and from these into nodes
-    add = lambda dst, new, chunk: loops.add(dst, chunk, new)
-    of_runs, (runs, _) = loops.room_for_runs(sums.dst, graph), loops.in_runs(graph)
-    of_runs = loops.scan(share, add, of_runs, runs, graph.capacity, plan.loops.scores)
-    return loops.add_runs(sums.dst, graph, of_runs, plan.loops.in_order)
+    return loops.sum_in_runs(sums.dst, graph, share, plan.loops.scores)

@@ -11,8 +11,7 @@ import numpy as np
 from jax_attn_bwd._core import checks
 from jax_attn_bwd._core.trees import exportable_dataclass
 from jax_attn_bwd.ops.graph.groups import LIMIT
-from jax_attn_bwd.ops.graph.self_loops import edges
-from jax_attn_bwd.ops.graph.structure import BipartiteCSC, equal
+from jax_attn_bwd.ops.graph.structure import BipartiteCSC, edges, equal
 
 _OPERATOR = "batch_graphs"
 

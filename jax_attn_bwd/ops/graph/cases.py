@@ -14,7 +14,8 @@ import numpy as np
 
 from jax_attn_bwd._core import dropout
 from jax_attn_bwd._core.cases import Case, Operator
-from jax_attn_bwd.ops.graph import api, edge_ops, reference, rule
+from jax_attn_bwd.ops.graph import api, edge_ops, reference
+from jax_attn_bwd.ops.graph.spec import GraphAttentionGrads, GraphTransformerAttentionGrads
 from jax_attn_bwd.ops.graph.structure import BipartiteCSC
 
 
@@ -296,14 +297,14 @@ def _reference(function):
     return call
 
 
-def _attention(function, definition, differentiable, cases) -> Operator:
+def _attention(function, grads, cases) -> Operator:
     return Operator(
         name=function.__name__,
         outputs=("out", "weights", "lse"),
-        differentiable=differentiable,
-        implementations=rule.IMPLEMENTATIONS,
+        differentiable=grads._fields,
+        implementations=api.IMPLEMENTATIONS,
         call=_call(function),
-        reference=_reference(definition),
+        reference=_reference(getattr(reference, function.__name__)),
         cases=cases,
         hidden=hidden,
     )
@@ -330,7 +331,7 @@ def _of_edges(name, argument, output, definition, cases) -> Operator:
         name=name,
         outputs=(output,),
         differentiable=(argument,),
-        implementations=edge_ops.IMPLEMENTATIONS[name],
+        implementations=edge_ops.IMPLEMENTATIONS,
         call=call,
         reference=promoted,
         cases=cases,
@@ -338,17 +339,10 @@ def _of_edges(name, argument, output, definition, cases) -> Operator:
     )
 
 
-_ADDITIVE = ("src", "dst", "attention_weights", "edge")
-
 OPERATORS = (
-    _attention(api.graph_attention, reference.graph_attention, _ADDITIVE, GAT_CASES),
-    _attention(api.graph_attention_v2, reference.graph_attention_v2, _ADDITIVE, GATV2_CASES),
-    _attention(
-        api.graph_transformer_attention,
-        reference.graph_transformer_attention,
-        ("query", "key", "value", "edge", "score_bias"),
-        TRANSFORMER_CASES,
-    ),
+    _attention(api.graph_attention, GraphAttentionGrads, GAT_CASES),
+    _attention(api.graph_attention_v2, GraphAttentionGrads, GATV2_CASES),
+    _attention(api.graph_transformer_attention, GraphTransformerAttentionGrads, TRANSFORMER_CASES),
     *(
         _of_edges(name, "edge", "out", partial(_reduction, name), REDUCTION_CASES)
         for name in ("edge_sum", "edge_mean", "edge_max")

@@ -4,7 +4,6 @@ The public functions and their rule; `reductions.py` and `softmax.py` have the p
 `forward.py` and `loops.py` the sums inside graph attention.
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, Unpack
 
@@ -272,7 +271,7 @@ def _run(name: str, graph: BipartiteCSC, edge: jax.Array, forward_mode: Any, imp
 
 def _planned(operator: str, name: str, implementation: Any, operands: "Operands") -> EdgePlan:
     """Returns the plan of the operation `name` for a call of `operator`, which errors name."""
-    return backend.planned(operator, IMPLEMENTATIONS[name], implementation, name, operands, EdgePlan.of)
+    return backend.planned(operator, IMPLEMENTATIONS, implementation, name, operands, EdgePlan.of)
 
 
 def _gradient(
@@ -320,28 +319,22 @@ def _by_edge(operator: str, argument: str, graph: BipartiteCSC, given: Array) ->
     return x
 
 
-def _portable(name: str) -> tuple[backend.Implementation, Callable[..., jax.Array]]:
-    """Returns what runs the passes of an operation: its implementation, and its tangent."""
-    run: Callable[..., jax.Array] = _of_entries
-    passes: list[Any] = [softmax.weights_of, softmax.through_weights, softmax.through_weights]
-    if name != "edge_softmax":
-        run, passes = run_on_every_device, [reductions.forward, reductions.backward, reductions.tangent]
-    forward, backward, tangent = (partial(run, one) for one in passes)
-    return backend.Implementation("xla", forward, backward), tangent
+_REDUCTION = (reductions.forward, reductions.backward, reductions.tangent)
+_PASSES: dict[str, tuple[Any, Any, Any]] = {
+    **dict.fromkeys(("edge_sum", "edge_mean", "edge_max"), _REDUCTION),
+    "edge_softmax": (softmax.weights_of, softmax.through_weights, softmax.through_weights),
+}
 
 
-def _of_entries(
-    run: Callable[..., jax.Array], plan: EdgePlan, graph: BipartiteCSC, *arrays: jax.Array
-) -> jax.Array:
-    """Calls `run(plan, graph, *arrays)`, `[nnz, H]`, for each entry of the batch axes in front."""
-    run = partial(run_on_every_device, run, plan)
-    for _ in range(arrays[0].ndim - 2):
+def _pass(which: int, plan: EdgePlan, graph: BipartiteCSC, *arrays: jax.Array) -> jax.Array:
+    """Runs a pass of an operation; of a softmax, `[nnz, H]`, for each entry of the batch axes in front."""
+    run = partial(run_on_every_device, _PASSES[plan.name][which], plan)
+    for _ in range(arrays[0].ndim - 2 if plan.name == "edge_softmax" else 0):
         run = jax.vmap(run, in_axes=(None, *(0 for _ in arrays)))
     return run(graph, *arrays)
 
 
-_PORTABLE = {name: _portable(name) for name in ("edge_sum", "edge_mean", "edge_max", "edge_softmax")}
-IMPLEMENTATIONS = {name: (implementation,) for name, (implementation, _) in _PORTABLE.items()}
+IMPLEMENTATIONS = (backend.Implementation("xla", partial(_pass, 0), partial(_pass, 1)),)
 
 
 class Operands(NamedTuple):
@@ -352,7 +345,7 @@ class Operands(NamedTuple):
 
 
 def _named(plan: EdgePlan) -> backend.Implementation:
-    return backend.named(IMPLEMENTATIONS[plan.name], plan.implementation)
+    return backend.named(IMPLEMENTATIONS, plan.implementation)
 
 
 def _primal(plan: EdgePlan, operands: Operands) -> jax.Array:
@@ -374,8 +367,7 @@ def _backward(plan, saved, wanted, dout):
 
 def _tangent(plan, saved, tangents):
     graph, read, _ = saved
-    _, tangent = _PORTABLE[plan.name]
-    return tangent(plan, graph, tangents.edge, *read)
+    return _pass(2, plan, graph, tangents.edge, *read)
 
 
 _OPERATION = Operation((), _primal, _forward, _backward, _tangent)

@@ -24,13 +24,13 @@ import jax
 import jax.numpy as jnp
 
 from jax_attn_bwd._core import split
-from jax_attn_bwd._core.numerics import accumulator_dtype, narrowed
-from jax_attn_bwd._core.sharding import all_gathered, full_like_operands, reshard_like, tie
+from jax_attn_bwd._core.numerics import accumulator_dtype
+from jax_attn_bwd._core.sharding import all_gathered, full_like_operands, reshard_like
 from jax_attn_bwd.ops.graph import loops, placement
-from jax_attn_bwd.ops.graph.kinds.kind import Kind, Rows, Tables, merge_heads, split_heads
+from jax_attn_bwd.ops.graph.kinds.kind import Kind, Rows, Tables, split_heads
 from jax_attn_bwd.ops.graph.loops import Chunk, has_edges, own_rows, rows, take
 from jax_attn_bwd.ops.graph.plan import Plan
-from jax_attn_bwd.ops.graph.softmax import present, softmax
+from jax_attn_bwd.ops.graph.softmax import present, result_of_sums, softmax
 from jax_attn_bwd.ops.graph.spec import Operands, Result
 from jax_attn_bwd.ops.graph.structure import BipartiteCSC
 
@@ -46,15 +46,7 @@ def forward(plan: Plan, operands: Operands) -> Result:
     sums_of_edges = _sums_over_pieces if plan.pieces else _sums
     out, m, l, weights = sums_of_edges(plan, graph, read)  # [num_dst, H, D], [num_dst, H] twice
 
-    # from accumulated sums to what is returned and saved
-    lse = jnp.where(l == 0, -jnp.inf, m + jnp.log(jnp.where(l == 0, 1, l)))
-    mean = None if options.concat_heads else out.mean(1).astype(operands.src.dtype)
-    out, wide_out = narrowed(merge_heads(out), operands.src.dtype)
-    # Narrowed last: a scatter of narrow numbers behind dropout's generator takes XLA:CPU minutes to compile.
-    wide_weights = None
-    if weights is not None:
-        weights, wide_weights = narrowed(weights, operands.src.dtype)
-    result = tie(Result(out, mean, weights, lse, m, l, wide_out, wide_weights), operands)
+    result = result_of_sums(options, operands, out, m, l, weights)
     return all_gathered(result) if plan.on_every_device else result
 
 
@@ -89,8 +81,8 @@ def _sums(
 
     # scores and their softmax, whole: [(W,) R, H] of each part of the groups
     t, groups = plan.loops.with_end_rows(t), graph.by_destination
-    grid, in_order = plan.loops.scores, plan.loops.in_order
-    parts = loops.parts(groups, graph.capacity, in_order)
+    grid = plan.loops.scores
+    parts = loops.parts(groups, graph.capacity, grid.in_order)
     if grid.count == 1:
         s = [scores(kind, t, chunk) for chunk in parts]
     else:
@@ -101,14 +93,9 @@ def _sums(
     z = [kind.dropout_factors(t, chunk) for chunk in parts]
     w = [p_k if z_k is None else p_k * z_k for p_k, z_k in zip(p, z, strict=True)]
 
-    # w times the messages, a chunk of edges at a time, into runs and from these into nodes; `loops.add` keeps
-    # the order of every sum, also where a scatter has none (`loops.add_in_fixed_order`)
-    add = lambda out, rows, chunk: loops.add(out, chunk, rows)
-    runs, count = loops.in_runs(graph)
-    sums = full_like_operands(like, (count, H, D), 0, dtype, operands)
-    share = partial(weighted_messages, kind, t)
-    sums = loops.scan(share, add, sums, runs, graph.capacity, plan.loops.messages, w)
-    out = loops.add_runs(out, graph, sums, in_order)
+    # w times the messages, a chunk of edges at a time; `loops.add` keeps the order of every sum, also where a
+    # scatter has none (`loops.add_in_fixed_order`)
+    out = loops.sum_in_runs(out, graph, partial(weighted_messages, kind, t), plan.loops.messages, w)
 
     # w in the caller's order
     if weights is not None:

@@ -88,10 +88,7 @@ def _most_groups(cut: Grouping, side: Side) -> int:
 def arrays_of_known(cut: Grouping, offsets: Any, indices: Any, number: Any) -> dict[str, Any]:
     """Builds the fields of a `BipartiteCSC` that depend on its edges, by name, from checked NumPy arrays.
 
-    Args:
-      cut: what is known before the edges.
-      offsets, indices: of the edges by destination.
-      number: each edge's number for the caller.
+    They are those of the edges by destination; `number` is each edge's for the caller.
     """
     for side in (cut.dst, cut.src):  # before anything of that size is made
         _most_groups(cut, side)

@@ -28,6 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jax_attn_bwd._core.sharding import full_like_operands
 from jax_attn_bwd._core.split import join
 from jax_attn_bwd.ops.graph.groups import RUN, FirstGroupPerNode, Groups
 
@@ -104,11 +105,6 @@ def own_rows(x: jax.Array, chunk: Chunk, fill: float = 0) -> jax.Array:
         return _reader(chunk, fill)(x, chunk.node)
     own = x[: chunk.other.shape[1]] if chunk.node is None else _reader(chunk, fill)(x, chunk.node)
     return jnp.where(jnp.expand_dims(chunk.exists, tuple(range(2, own.ndim + 1))), own[None], fill)
-
-
-def by_edge(x: jax.Array, chunk: Chunk) -> jax.Array:
-    """Returns rows of groups, `[R, ...]`, in a form that broadcasts to their edges, `[(W,) R, ...]`."""
-    return x if chunk.exists is None else x[None]
 
 
 def sum_of_group(x: jax.Array, chunk: Chunk) -> jax.Array:
@@ -212,10 +208,12 @@ def turned(groups: Groups) -> Groups:
     return Groups(groups.other[:, 0], groups.node[:, None], groups.number)
 
 
-def room_for_runs(x: jax.Array, graph: Any) -> jax.Array:
+def room_for_runs(zeros: jax.Array, graph: Any) -> jax.Array:
     """Makes of zeros by destination those by run."""
-    more = in_runs(graph)[1] - graph.num_dst
-    return jnp.pad(x, ((0, more), *((0, 0) for _ in x.shape[1:])))
+    if graph.run_owners is None:
+        return zeros
+    shape = (graph.run_owners.shape[0], *zeros.shape[1:])
+    return full_like_operands(zeros, shape, 0, zeros.dtype, (zeros, graph))
 
 
 def to_runs(graph: Any, chunk: Chunk) -> Chunk:
@@ -295,16 +293,10 @@ def scan(
     grid: Grid,
     *by_edge: list[jax.Array],
 ) -> Any:
-    """Runs `carry = fold(carry, share(chunk, ...), chunk)` over all groups, in order.
+    """Runs `carry = fold(carry, share(chunk, ...), chunk)` over all groups, of a graph of that capacity.
 
-    Args:
-      share: what a chunk gives; of a loop, it is computed again when the loop is differentiated.
-      fold: adds that to the carry.
-      carry: the sums so far.
-      groups: of the graph.
-      capacity: of the graph.
-      grid: how they are cut into chunks.
-      by_edge: arrays `[(W,) R, ...]` of each of `parts`, of which `share` is given what is the chunk's.
+    `share` computes what a chunk gives; of a loop, once more when the loop is differentiated. It is given the
+    chunk's share of `by_edge`, too: arrays `[(W,) R, ...]` of each of `parts`.
     """
     if groups.other.shape[0] == 0:
         return carry
@@ -326,6 +318,16 @@ def scan(
 
     cut = in_chunks([jnp.moveaxis(x, axis, 0) for (x,) in by_edge], grid, 0)
     return lax.scan(step, carry, (in_chunks(tuple(groups), grid, _NONE), cut))[0]
+
+
+def sum_in_runs(
+    zeros: jax.Array, graph: Any, share: Callable[..., jax.Array], grid: Grid, *by_edge: list[jax.Array]
+) -> jax.Array:
+    """Sums what `share` gives, `[R, ...]`, by destination: into runs, from these into nodes; see `scan`."""
+    fold = lambda sums, new, chunk: add(sums, chunk, new)
+    of_runs, (runs, _) = room_for_runs(zeros, graph), in_runs(graph)
+    of_runs = scan(share, fold, of_runs, runs, graph.capacity, grid, *by_edge)
+    return add_runs(zeros, graph, of_runs, grid.in_order)
 
 
 def in_chunks(tree: Any, grid: Grid, none: Any) -> Any:

@@ -104,13 +104,9 @@ def chunk_elements() -> int:
 
 
 def grid(groups: Groups, elements: Any, whole: int, in_order: bool) -> Grid:
-    """Cuts `groups` into chunks for a pass; sizes may be symbolic.
+    """Cuts `groups` into chunks for a pass that makes `elements` of an edge; sizes may be symbolic.
 
-    Args:
-      groups: of the graph.
-      elements: how many a pass makes of an edge.
-      whole: how many of all edges need no loop.
-      in_order: whether a scatter adds in order.
+    Where these are `whole` of all edges, or fewer, it needs no loop.
     """
     total, width = groups.other.shape
     of_group = width * (elements if isinstance(elements, int) else _SYMBOLIC_ELEMENTS)
@@ -175,7 +171,7 @@ class Loops:
         alone = kind.scores_of_numbers and not (known and elements < 4 * options.num_heads)
         whole = whole_elements() * (2 if in_order and alone else 1)
         messages, sources = (grid(one, elements, whole, in_order) for one in groups)
-        scores = grid(groups[0], kind.score_elements(operands), whole, in_order)
+        scores = grid(groups[0], 0 if kind.scores_of_numbers else elements, whole, in_order)
 
         # a row at the end is needed where an index may be past it, and what it finds is summed
         single = all(one.other.shape[1] == 1 for one in groups)

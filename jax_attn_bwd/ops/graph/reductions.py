@@ -24,34 +24,27 @@ from jax_attn_bwd._core.numerics import accumulator_dtype
 from jax_attn_bwd._core.sharding import full_like_operands, tie
 from jax_attn_bwd.ops.graph import loops
 from jax_attn_bwd.ops.graph.groups import Groups
-from jax_attn_bwd.ops.graph.loops import Chunk, by_edge, has_edges, sum_of_group, take
+from jax_attn_bwd.ops.graph.loops import Chunk, has_edges, sum_of_group, take
 from jax_attn_bwd.ops.graph.plan import EdgePlan
 
 
 def _sums(plan: EdgePlan, graph: Any, x: jax.Array, terms: Callable[[Chunk], jax.Array]) -> jax.Array:
     """Sums `terms(chunk)`, `[(W,) R, ...]`, over the edges into each destination, `[num_dst, ...]`."""
-    dtype, rest = accumulator_dtype(x.dtype), x.shape[1:]
-    out = full_like_operands(x, (graph.num_dst, *rest), 0, dtype, (graph, x))
+    dtype = accumulator_dtype(x.dtype)
+    out = full_like_operands(x, (graph.num_dst, *x.shape[1:]), 0, dtype, (graph, x))
     if not has_edges(graph):
         return out
-
-    # into runs, and from these into nodes
-    runs, count = loops.in_runs(graph)
-    of_runs = full_like_operands(x, (count, *rest), 0, dtype, (graph, x))
     share = lambda chunk: sum_of_group(terms(chunk).astype(dtype), chunk)
-    add = lambda sums, new, chunk: loops.add(sums, chunk, new)
-    of_runs = loops.scan(share, add, of_runs, runs, graph.capacity, plan.sums)
-    return loops.add_runs(out, graph, of_runs, plan.in_order)
+    return loops.sum_in_runs(out, graph, share, plan.sums)
 
 
 def _total(plan: EdgePlan, graph: Any, x: jax.Array) -> jax.Array:
     """Sums `x` over the edges into each destination."""
     if not plan.one_scatter or not has_edges(graph):
         return _sums(plan, graph, x, lambda chunk: take(x, chunk.number))
-    runs, count = loops.in_runs(graph)
-    shapes = ((n, *x.shape[1:]) for n in (graph.num_dst, count))
-    out, of_runs = (full_like_operands(x, shape, 0, x.dtype, (graph, x)) for shape in shapes)
-    of_runs = of_runs.at[_node_by_number(graph, runs, count)].add(x, mode="drop")
+    out = full_like_operands(x, (graph.num_dst, *x.shape[1:]), 0, x.dtype, (graph, x))
+    at = _node_by_number(graph, *loops.in_runs(graph))
+    of_runs = loops.room_for_runs(out, graph).at[at].add(x, mode="drop")
     return loops.add_runs(out, graph, of_runs, plan.in_order)
 
 
@@ -91,7 +84,7 @@ def _is_top(graph: Any, x: jax.Array, out: jax.Array, chunk: Chunk) -> jax.Array
 def _node_by_number(graph: Any, found: Groups, none: int) -> jax.Array:
     """Returns the `node` of each edge in the caller's order, `[E]`; `none`, past the end, in the padding."""
     chunk = loops.one_chunk(found, graph.capacity, in_order=False)  # reads no rows
-    node = jnp.broadcast_to(by_edge(chunk.node, chunk), chunk.number.shape)
+    node = jnp.broadcast_to(chunk.node, chunk.number.shape)
     all_none = full_like_operands(graph.map_csc_to_coo, (graph.capacity,), none, node.dtype, graph)
     return loops.put(all_none, chunk.number, node)
 

@@ -52,7 +52,8 @@ def edge_reduction(how, graph, edge):
     return total / jnp.maximum(count, 1) if how == "edge_mean" else total
 
 
-def _attend(graph, scores, message, factor, concat_heads):
+def _attend(graph, scores, message, factor=None, concat_heads=True):
+    """(out, weights, lse); `factor` is the dropout mask `[E, H]`."""
     weights, lse = edge_softmax(graph, scores)
     weights = weights if factor is None else jnp.where(factor == 0, 0, weights * factor)
     incoming = ends(graph)[1] == jnp.arange(graph.num_dst)[:, None]
@@ -71,62 +72,31 @@ def _at(x, index):
 
 
 def graph_attention(
-    graph,
-    src,
-    dst,
-    attention_weights,
-    *,
-    num_heads,
-    edge=None,
-    concat_heads=True,
-    activation="leaky_relu",
-    alpha=0.2,
-    factor=None,
+    graph, src, dst, attention_weights, *, num_heads, edge=None, activation="leaky_relu", alpha=0.2, **rest
 ):
-    """(out, weights, lse) of `jax_attn_bwd.graph_attention`; `factor` is the dropout mask `[E, H]`."""
+    """(out, weights, lse) of `jax_attn_bwd.graph_attention`; `rest` is what `_attend` takes."""
     source, destination = ends(graph)
     a_src, a_dst, a_edge = jnp.split(attention_weights, (src.shape[1], 2 * src.shape[1]))
     score = lambda x, a: _heads(x * a, num_heads).sum(-1)
     z = _at(score(src, a_src), source) + _at(score(dst, a_dst), destination)
     z = z if edge is None else z + score(edge, a_edge)
     message = _at(_heads(src, num_heads), source)
-    return _attend(graph, _ACTIVATIONS[activation](z, alpha), message, factor, concat_heads)
+    return _attend(graph, _ACTIVATIONS[activation](z, alpha), message, **rest)
 
 
 def graph_attention_v2(
-    graph,
-    src,
-    dst,
-    attention_weights,
-    *,
-    num_heads,
-    edge=None,
-    concat_heads=True,
-    activation="leaky_relu",
-    alpha=0.2,
-    factor=None,
+    graph, src, dst, attention_weights, *, num_heads, edge=None, activation="leaky_relu", alpha=0.2, **rest
 ):
     """(out, weights, lse) of `jax_attn_bwd.graph_attention_v2`."""
     source, destination = ends(graph)
     z = _at(src, source) + _at(dst, destination)
     z = z if edge is None else z + edge
     scores = _heads(attention_weights * _ACTIVATIONS[activation](z, alpha), num_heads).sum(-1)
-    return _attend(graph, scores, _at(_heads(src, num_heads), source), factor, concat_heads)
+    return _attend(graph, scores, _at(_heads(src, num_heads), source), **rest)
 
 
 def graph_transformer_attention(
-    graph,
-    query,
-    key,
-    value,
-    *,
-    num_heads,
-    num_kv_heads=None,
-    edge=None,
-    score_bias=None,
-    scale=None,
-    concat_heads=True,
-    factor=None,
+    graph, query, key, value, *, num_heads, num_kv_heads=None, edge=None, score_bias=None, scale=None, **rest
 ):
     """(out, weights, lse) of `jax_attn_bwd.graph_transformer_attention`."""
     source, destination = ends(graph)
@@ -137,4 +107,4 @@ def graph_transformer_attention(
     scale = (query.shape[1] // num_heads) ** -0.5 if scale is None else scale
     scores = scale * (_heads(_at(query, destination), num_heads) * k).sum(-1)
     scores = scores if score_bias is None else scores + score_bias
-    return _attend(graph, scores, v, factor, concat_heads)
+    return _attend(graph, scores, v, **rest)

@@ -18,10 +18,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_attn_bwd._core.numerics import accumulator_dtype, finite
+from jax_attn_bwd._core.numerics import accumulator_dtype, finite, narrowed
 from jax_attn_bwd._core.products import sum_of_products
 from jax_attn_bwd._core.sharding import full_like_operands, match_type, reshard_like, tie, unsharded
 from jax_attn_bwd.ops.graph import loops
+from jax_attn_bwd.ops.graph.kinds.kind import merge_heads
 from jax_attn_bwd.ops.graph.loops import (
     Chunk,
     add_runs,
@@ -33,7 +34,7 @@ from jax_attn_bwd.ops.graph.loops import (
     to_runs,
 )
 from jax_attn_bwd.ops.graph.plan import EdgePlan
-from jax_attn_bwd.ops.graph.spec import Cotangents, Options
+from jax_attn_bwd.ops.graph.spec import Cotangents, Operands, Options, Result
 
 
 class Softmax(NamedTuple):
@@ -76,6 +77,20 @@ def softmax(
     positive = jnp.where(l == 0, 1, l)
     p = [part / own_rows(positive, chunk, 1) for part, chunk in zip(e, parts, strict=True)]
     return Softmax(p, m[:n], l[:n])
+
+
+def result_of_sums(
+    options: Options, operands: Operands, out: jax.Array, m: jax.Array, l: jax.Array, weights: Any
+) -> Result:
+    """Returns what is returned and saved, of accumulated sums: out `[num_dst, H, D]`, and weights or None."""
+    dtype, wide_weights = operands.src.dtype, None
+    lse = jnp.where(l == 0, -jnp.inf, m + jnp.log(jnp.where(l == 0, 1, l)))
+    mean = None if options.concat_heads else out.mean(1).astype(dtype)
+    out, wide_out = narrowed(merge_heads(out), dtype)
+    # Narrowed last: a scatter of narrow numbers behind dropout's generator takes XLA:CPU minutes to compile.
+    if weights is not None:
+        weights, wide_weights = narrowed(weights, dtype)
+    return tie(Result(out, mean, weights, lse, m, l, wide_out, wide_weights), operands)
 
 
 def present(x: jax.Array, chunk: Chunk) -> jax.Array:

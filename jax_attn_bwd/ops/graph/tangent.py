@@ -22,7 +22,6 @@ p is formed again from the m and l that the forward left. A destination without 
 and tangent 0. Tangents of nodes that no edge refers to, and of hidden edges, are not read.
 """
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -75,16 +74,15 @@ def _sums(plan: Plan, graph: BipartiteCSC, read: tuple["_Linearized", jax.Array]
     """Sums over all edges of `graph`, by what is saved in `read`, sharded like its `out` `[.., H, Dv]`."""
     # zeros, which stay where there is no edge
     (saved, out), operands = read, (graph, read)
-    m, shape = saved.m, (graph.num_dst, *out.shape[1:])
+    m = saved.m
     zeros = lambda like, *shape: full_like_operands(like, shape, 0, m.dtype, operands)
-    dout, mu = zeros(out, *shape), zeros(m, *m.shape)
+    dout, mu = zeros(out, graph.num_dst, *out.shape[1:]), zeros(m, *m.shape)
     ds = zeros(m, graph.capacity, plan.options.num_heads) if plan.options.return_weights else None
     if not has_edges(graph):
         return _TangentSums(dout, mu, ds)
 
     # into runs, and from these into nodes
-    runs, count = loops.in_runs(graph)
-    of_runs = zeros(out, count, *out.shape[1:])
+    of_runs, (runs, _) = loops.room_for_runs(dout, graph), loops.in_runs(graph)
     sums = _TangentSums(of_runs, of_runs.sum(-1), ds)
     sums = sums if saved.scores_move else _TangentSums(of_runs, None, None)
     saved = saved.with_end_rows(plan)
@@ -116,9 +114,7 @@ class _TangentSums(NamedTuple):
     ds: Any  # [E, H], or [(W,) R, H] of a chunk
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class _Linearized:
+class _Linearized(NamedTuple):
     """The arrays that every chunk reads."""
 
     t: Tables

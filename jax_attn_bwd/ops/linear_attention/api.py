@@ -23,7 +23,6 @@ from jax_attn_bwd.ops.linear_attention.spec import (
     GatedLinearAttentionGrads,
     LinearAttentionKeywords,
     Operands,
-    Options,
     Residuals,
 )
 
@@ -143,7 +142,7 @@ def gated_delta_rule(
         l2_norm_epsilon=l2_norm_epsilon, seq_lengths=seq_lengths, segment_ids=segment_ids,
         precision=precision,
     )  # fmt: skip
-    plan = _planned(_DELTA, implementation, options, operands)
+    plan = backend.planned(_DELTA, IMPLEMENTATIONS, implementation, options, operands, planned)
     outputs = _OPERATION.runner(_DELTA, forward_mode)(plan, operands)
     return outputs if return_final_state else outputs[0]
 
@@ -226,7 +225,7 @@ def gated_linear_attention(
         l2_norm_epsilon=l2_norm_epsilon, seq_lengths=seq_lengths, segment_ids=segment_ids,
         precision=precision,
     )  # fmt: skip
-    plan = _planned(_LINEAR, implementation, options, operands)
+    plan = backend.planned(_LINEAR, IMPLEMENTATIONS, implementation, options, operands, planned)
     outputs = _OPERATION.runner(_LINEAR, forward_mode)(plan, operands)
     return outputs if return_final_state else outputs[0]
 
@@ -326,15 +325,10 @@ def _gradients(
     dfinal_state = state(name, "dfinal_state", dfinal_state, operands.key, value)
 
     # the states before each group, and the gradients from them
-    plan = _planned(name, implementation, static, operands)
+    plan = backend.planned(name, IMPLEMENTATIONS, implementation, static, operands, planned)
     chosen = backend.named(IMPLEMENTATIONS, plan.implementation)
     saved = Residuals(operands, chosen.forward(plan, operands).states)
     return chosen.backward(plan, saved, frozenset(wanted), dout, dfinal_state)
-
-
-def _planned(operator: str, implementation: str | None, options: Options, operands: Operands) -> Plan:
-    """Returns the plan of a call; raises where the implementation asked for cannot run it."""
-    return backend.planned(operator, IMPLEMENTATIONS, implementation, options, operands, planned)
 
 
 def _primal(plan: Plan, operands: Operands) -> tuple[jax.Array, jax.Array]:

@@ -42,10 +42,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_attn_bwd._core.numerics import accumulator_dtype, reduce_to, to_rank
+from jax_attn_bwd._core.numerics import accumulator_dtype, reduce_to, to_rank, total
 from jax_attn_bwd._core.sharding import match_type, vary_over, varying
 from jax_attn_bwd.ops.linear_attention import layout
-from jax_attn_bwd.ops.linear_attention.decays import SharedDecays, across_token
+from jax_attn_bwd.ops.linear_attention.decays import EARLIER, LATER, SharedDecays, across_token
 from jax_attn_bwd.ops.linear_attention.forward import (
     Inside,
     decayed,
@@ -88,8 +88,8 @@ def backward(
         own = part(plan, tokens, dtype)
         within = inside(plan, own)
         _, before, u = states(plan, own, within, state)
-        dstate, through = _states(plan, own, within, dout, dstate)
-        found = _of_tokens(plan, wanted, own, within, before, u, dout, through)
+        dstate, back = _states(plan, own, within, dout, dstate)
+        found = _of_tokens(plan, wanted, own, within, Through(before, u, dout, *back))
         shapes = {name: getattr(tokens, name).shape for name in found}
         return dstate, {name: layout.rows(reduce_to(x, shapes[name])) for name, x in found.items()}
 
@@ -104,8 +104,11 @@ def backward(
 
 
 class Through(NamedTuple):
-    """What (7) and (8) give of each chunk."""
+    """What (5) to (8) give of each chunk."""
 
+    before: jax.Array  # S0, [H, Hv]
+    u: jax.Array  # [C, Hv]
+    dout: jax.Array  # [C, Hv]
     dstate: jax.Array  # dS1, [H, Hv]
     du: jax.Array  # [C, Hv]
     dr: Any  # [C, Hv], of the delta rule, else None
@@ -113,8 +116,8 @@ class Through(NamedTuple):
 
 def _states(
     plan: Plan, own: Part, within: Inside, dout: jax.Array, dstate: jax.Array
-) -> tuple[jax.Array, Through]:
-    """Computes (7) and (8) for the chunks of a group; returns dS0 of the first, `[..., H, Hv]`, too."""
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array, Any]]:
+    """Computes (7) and (8) for the chunks of a group: dS0 of the first, and (dS1, dU, dR or None) of each."""
     dot = dot_of(plan)
     du, of_out = dot("ij,iv", within.reads, dout), within.from_start.transposed_times(dot, dout)
 
@@ -123,13 +126,13 @@ def _states(
         du = du + within.at_end.times(dot, dstate)
         dr = dot("ij,iv", within.solved, du)
         before = of_out + within.whole * dstate - within.at_start.transposed_times(dot, beta * dr)
-        return before, Through(dstate, du, dr)
+        return before, (dstate, du, dr)
 
     if plan.options.is_delta:
         return in_order(corrected, dstate, (du, of_out, own.beta, within), reverse=True)
     # no cotangent of a state depends on du
     before, dstates = in_order(decayed, dstate, (within.whole, of_out), reverse=True)
-    return before, Through(dstates, du + within.at_end.times(dot, dstates), None)
+    return before, (dstates, du + within.at_end.times(dot, dstates), None)
 
 
 class _OfRows(NamedTuple):
@@ -144,14 +147,7 @@ class _OfRows(NamedTuple):
 
 
 def _of_tokens(
-    plan: Plan,
-    wanted: Collection[str],
-    own: Part,
-    within: Inside,
-    before: jax.Array,
-    u: jax.Array,
-    dout: jax.Array,
-    through: Through,
+    plan: Plan, wanted: Collection[str], own: Part, within: Inside, through: Through
 ) -> dict[str, jax.Array]:
     """Computes (9) to (18): the gradients in `wanted` of what is told of the tokens."""
     (query, key, value, beta, decays, query_factor, key_factor), dot = own, dot_of(plan)
@@ -161,22 +157,22 @@ def _of_tokens(
     found, dkkt = {"value": through.du}, None
     if plan.options.is_delta:
         found["value"] = beta * through.dr
-        da = -jnp.where(strictly_lower(key), dot("iv,jv", through.dr, u), 0)
+        da = -jnp.where(strictly_lower(key), dot("iv,jv", through.dr, through.u), 0)
         dkkt = beta * da
         if "beta" in wanted:
-            rest = value - within.at_start.times(dot, before)
+            rest = value - within.at_start.times(dot, through.before)
             found["beta"] = row_sums(through.dr * rest) + row_sums(da * within.kkt)
 
     # inter and intra: (9), (10), (12) to (14); what a token reads of its own would only cancel in (15)
-    dreads = dot("iv,jv", dout, u)
-    own_share = None if isinstance(decays.pairs, SharedDecays) else row_sums(dout * u)
+    dreads = dot("iv,jv", through.dout, through.u)
+    own_share = None if isinstance(decays.pairs, SharedDecays) else row_sums(through.dout * through.u)
     rows = frozenset(("query", "key") if "log_decay" in wanted else wanted)
-    of_states = _inter(plan, rows, own, before, u, dout, through)
+    of_states = _inter(plan, rows, own, through)
     of_all = _intra(plan, own, query, dreads, dkkt, of_states)
 
     # (15) to (17), or (18)
     if "log_decay" in wanted:
-        passed = decays.whole * transposed(row_sums(before * through.dstate))  # [C = 1, H]
+        passed = decays.whole * transposed(row_sums(through.before * through.dstate))  # [C = 1, H]
         if isinstance(decays.pairs, SharedDecays):
             of_pairs = dreads * within.reads
             of_pairs = of_pairs if dkkt is None else of_pairs + dkkt * within.kkt
@@ -187,36 +183,24 @@ def _of_tokens(
 
     # all value heads of a key head, then through the scale and the norm
     if "query" in wanted:
-        dq = reduce_to(_sum(of_all.query, None if own_share is None else own_share * key), query.shape)
+        dq = reduce_to(total(of_all.query, None if own_share is None else own_share * key), query.shape)
         found["query"] = plan.options.scale * unit_gradient(normed, query_factor, dq)
     if "key" in wanted:
-        dk = _sum(of_all.read, of_all.reader)
-        dk = reduce_to(_sum(dk, None if own_share is None else own_share * query), key.shape)
+        dk = total(of_all.read, of_all.reader)
+        dk = reduce_to(total(dk, None if own_share is None else own_share * query), key.shape)
         found["key"] = unit_gradient(key, key_factor, dk)
     return {name: x for name, x in found.items() if name in wanted}
 
 
-def _sum(x: jax.Array, y: jax.Array | None) -> jax.Array:
-    return x if y is None else x + y
-
-
-def _inter(
-    plan: Plan,
-    rows: frozenset[str],
-    own: Part,
-    before: jax.Array,
-    u: jax.Array,
-    dout: jax.Array,
-    through: Through,
-) -> _OfRows:
+def _inter(plan: Plan, rows: frozenset[str], own: Part, through: Through) -> _OfRows:
     """Computes (10) with its factors of (12) to (14): what `rows` get through the states `[..., H, Hv]`."""
     dot, decays, dq, reader, read = dot_of(plan), own.decays, None, None, None
     if "query" in rows:
-        dq = decays.from_start * dot("iv,hv", dout, before)
+        dq = decays.from_start * dot("iv,hv", through.dout, through.before)
     if "key" in rows:
-        read = decays.to_end * dot("jv,hv", u, through.dstate)
+        read = decays.to_end * dot("jv,hv", through.u, through.dstate)
         if plan.options.is_delta:
-            reader = -decays.from_start * dot("iv,hv", own.beta * through.dr, before)
+            reader = -decays.from_start * dot("iv,hv", own.beta * through.dr, through.before)
     return _OfRows(dq, reader, read)
 
 
@@ -226,14 +210,14 @@ def _intra(
     """Adds the sums of (12) to (14) over the pairs of a chunk, whose cotangents are planes `[..., C, C]`."""
     (dq, reader, read), pairs, dot = of_states, own.decays.pairs, dot_of(plan)
     if dq is not None:
-        dq = dq + pairs.rows(dot, dreads, own.key)
+        dq = dq + pairs.sums(dot, EARLIER, dreads, own.key)
     if read is not None:
-        read = read + pairs.columns(dot, dreads, query)
+        read = read + pairs.sums(dot, LATER, dreads, query)
         if dkkt is not None and isinstance(pairs, SharedDecays):
             reader = reader + pairs.both(dot, dkkt, own.key)
         elif dkkt is not None:  # (15) takes them apart
-            read = read + pairs.columns(dot, dkkt, own.key)
-            reader = reader + pairs.rows(dot, dkkt, own.key)
+            read = read + pairs.sums(dot, LATER, dkkt, own.key)
+            reader = reader + pairs.sums(dot, EARLIER, dkkt, own.key)
     return _OfRows(dq, reader, read)
 
 

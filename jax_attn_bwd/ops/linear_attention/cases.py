@@ -67,16 +67,13 @@ _LINEAR = (
 def _called(function):
     """Makes calls that hand a state over in the dtype of sums, whatever that of a case is."""
 
-    def call(*, initial_state=None, **arguments):
+    def call(*, log_decay=None, initial_state=None, **arguments):
         if initial_state is not None:
             initial_state = initial_state.astype(accumulator_dtype(initial_state.dtype))
-        return function(**arguments, initial_state=initial_state, return_final_state=True)
+        arguments |= {"log_decay": log_decay, "initial_state": initial_state}
+        return function(**arguments, return_final_state=True)
 
     return call
-
-
-def _delta(*, log_decay=None, **arguments):
-    return api.gated_delta_rule(log_decay=log_decay, **arguments)
 
 
 def _defined(function):
@@ -93,18 +90,12 @@ OPERATORS = tuple(
         outputs=("out", "final_state"),
         differentiable=differentiable,
         implementations=api.IMPLEMENTATIONS,
-        call=_called(call),
-        reference=_defined(definition),
+        call=_called(getattr(api, name)),
+        reference=_defined(getattr(reference, name)),
         cases=cases,
     )
-    for name, differentiable, call, definition, cases in (
-        ("gated_delta_rule", api.DIFFERENTIABLE, _delta, reference.gated_delta_rule, _DELTA),
-        (
-            "gated_linear_attention",
-            api.WITHOUT_BETA,
-            api.gated_linear_attention,
-            reference.gated_linear_attention,
-            _LINEAR,
-        ),
+    for name, differentiable, cases in (
+        ("gated_delta_rule", api.DIFFERENTIABLE, _DELTA),
+        ("gated_linear_attention", api.WITHOUT_BETA, _LINEAR),
     )
 )

@@ -65,6 +65,10 @@ class Scaled(NamedTuple):
         return dot("ih,iv", self.rows, x if self.factor is None else self.factor * x)
 
 
+# What tokens of a chunk are to one another: five forms, all with `products` and `sums` as the first tells.
+EARLIER, LATER = "ij,jd", "ij,id"  # the tokens of pairs j < i that `sums` go over
+
+
 class SharedDecays(NamedTuple):
     """Decays that all channels share: exp(c_i - c_j) for j <= i, else 0, [C, C]."""
 
@@ -74,16 +78,15 @@ class SharedDecays(NamedTuple):
         """Returns <x_i, y_j>_G for j <= i, else 0, [C, C]."""
         return dot("id,jd", x, y) * self.plane
 
-    def rows(self, dot: Dot, plane: jax.Array, y: jax.Array) -> jax.Array:
-        """Returns sum_j plane_ij y_j exp(c_i - c_j) over j <= i, [C, X]; the others leave j = i out."""
-        return dot("ij,jd", plane * self.plane, y)
+    def sums(self, dot: Dot, over: str, plane: jax.Array, x: jax.Array) -> jax.Array:
+        """Returns the sums of plane_ij exp(c_i - c_j) x_j over the `EARLIER` j <= i, [C, X].
 
-    def columns(self, dot: Dot, plane: jax.Array, x: jax.Array) -> jax.Array:
-        """Returns sum_i plane_ij x_i exp(c_i - c_j) over i >= j, [C, X]; the others leave i = j out."""
-        return dot("ij,id", plane * self.plane, x)
+        Or those of x_i over the `LATER` i >= j. The other forms leave i = j out.
+        """
+        return dot(over, plane * self.plane, x)
 
     def both(self, dot: Dot, plane: jax.Array, x: jax.Array) -> jax.Array:
-        """Returns `rows` plus `columns` of the same, as one product."""
+        """Returns the sums over the earlier plus those over the later tokens, as one product."""
         plane = plane * self.plane
         return dot("ij,jd", plane + transposed(plane), x)
 
@@ -97,7 +100,6 @@ class Halved(NamedTuple):
     halves: tuple[tuple[jax.Array, jax.Array], ...]
 
     def products(self, dot: Dot, x: jax.Array, y: jax.Array) -> jax.Array:
-        """Returns what `Shared.products` does."""
         below = [
             dot("id,jd", half_of(x, 1, later) * later, half_of(y, 0, earlier) * earlier)
             for earlier, later in self.halves
@@ -107,19 +109,10 @@ class Halved(NamedTuple):
             own = jnp.broadcast_to(own, (*below[0].shape[:-3], *own.shape[-3:]))
         return joined(own, below)[..., 0, :, :]
 
-    def rows(self, dot: Dot, plane: jax.Array, y: jax.Array) -> jax.Array:
-        """Returns what `Shared.rows` does."""
-        return self._sums(dot, "ij,jd", plane, y, 0)
-
-    def columns(self, dot: Dot, plane: jax.Array, x: jax.Array) -> jax.Array:
-        """Returns what `Shared.columns` does."""
-        return self._sums(dot, "ij,id", plane, x, 1)
-
-    def _sums(self, dot: Dot, axes: str, plane: jax.Array, x: jax.Array, read: int) -> jax.Array:
-        """Sums over the tokens of the earlier (0) or the later (1) halves, for those of the others."""
-        _, below = parted(plane, 1)
+    def sums(self, dot: Dot, over: str, plane: jax.Array, x: jax.Array) -> jax.Array:
+        read, (_, below) = int(over == LATER), parted(plane, 1)
         found = [
-            placed(dot(axes, block, half_of(x, read, of[read]) * of[read]) * of[1 - read], 1 - read)
+            placed(dot(over, block, half_of(x, read, of[read]) * of[read]) * of[1 - read], 1 - read)
             for block, of in zip(below, self.halves, strict=True)
         ]
         return sum(found[1:], found[0]) if found else jnp.zeros_like(plane * x)
@@ -131,21 +124,12 @@ class AllHalved(NamedTuple):
     factors: jax.Array
 
     def products(self, dot: Dot, x: jax.Array, y: jax.Array) -> jax.Array:
-        """Returns what `Shared.products` does."""
         own, (x, y) = row_sums(x * y), (z[..., None, :, :] * self.factors for z in (x, y))
         return own * identity(x[..., 0, :, :]) + _added(_masked(_in_each(dot, "id,jd", x, y)))
 
-    def rows(self, dot: Dot, plane: jax.Array, y: jax.Array) -> jax.Array:
-        """Returns what `Shared.rows` does."""
-        return self._sums(dot, "ij,jd", plane, y)
-
-    def columns(self, dot: Dot, plane: jax.Array, x: jax.Array) -> jax.Array:
-        """Returns what `Shared.columns` does."""
-        return self._sums(dot, "ij,id", plane, x)
-
-    def _sums(self, dot: Dot, axes: str, plane: jax.Array, x: jax.Array) -> jax.Array:
+    def sums(self, dot: Dot, over: str, plane: jax.Array, x: jax.Array) -> jax.Array:
         plane, x = _masked(plane[..., None, :, :]), x[..., None, :, :] * self.factors
-        return _added(self.factors * _in_each(dot, axes, plane, x))
+        return _added(self.factors * _in_each(dot, over, plane, x))
 
 
 class Mild(NamedTuple):
@@ -155,16 +139,11 @@ class Mild(NamedTuple):
     earlier: jax.Array
 
     def products(self, dot: Dot, x: jax.Array, y: jax.Array) -> jax.Array:
-        """Returns what `Shared.products` does."""
         return jnp.where(~transposed(strictly_lower(x)), dot("id,jd", x * self.later, y * self.earlier), 0)
 
-    def rows(self, dot: Dot, plane: jax.Array, y: jax.Array) -> jax.Array:
-        """Returns what `Shared.rows` does."""
-        return self.later * dot("ij,jd", jnp.where(strictly_lower(plane), plane, 0), y * self.earlier)
-
-    def columns(self, dot: Dot, plane: jax.Array, x: jax.Array) -> jax.Array:
-        """Returns what `Shared.columns` does."""
-        return self.earlier * dot("ij,id", jnp.where(strictly_lower(plane), plane, 0), x * self.later)
+    def sums(self, dot: Dot, over: str, plane: jax.Array, x: jax.Array) -> jax.Array:
+        read, others = (self.earlier, self.later) if over == EARLIER else (self.later, self.earlier)
+        return others * dot(over, jnp.where(strictly_lower(plane), plane, 0), x * read)
 
 
 class Either(NamedTuple):
@@ -175,16 +154,10 @@ class Either(NamedTuple):
     log_decay: jax.Array  # [C, X], at a restart what underflows
 
     def products(self, dot: Dot, x: jax.Array, y: jax.Array) -> jax.Array:
-        """Returns what `Shared.products` does."""
         return self._one(dot, lambda pairs: pairs.products(dot, x, y))
 
-    def rows(self, dot: Dot, plane: jax.Array, y: jax.Array) -> jax.Array:
-        """Returns what `Shared.rows` does."""
-        return self._one(dot, lambda pairs: pairs.rows(dot, plane, y))
-
-    def columns(self, dot: Dot, plane: jax.Array, x: jax.Array) -> jax.Array:
-        """Returns what `Shared.columns` does."""
-        return self._one(dot, lambda pairs: pairs.columns(dot, plane, x))
+    def sums(self, dot: Dot, over: str, plane: jax.Array, x: jax.Array) -> jax.Array:
+        return self._one(dot, lambda pairs: pairs.sums(dot, over, plane, x))
 
     def _one(self, dot: Dot, of: Callable[[Mild | AllHalved], jax.Array]) -> jax.Array:
         strong = lambda: of(_all_halved(self.log_decay, dot))

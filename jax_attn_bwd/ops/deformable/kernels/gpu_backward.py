@@ -41,6 +41,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax_attn_bwd._core import mosaic_gpu, pallas
 from jax_attn_bwd._core.numerics import ceil_div
 from jax_attn_bwd.ops.deformable import point_gradients, sampling
+from jax_attn_bwd.ops.deformable.kernels import unsupported
 from jax_attn_bwd.ops.deformable.plan import Plan
 from jax_attn_bwd.ops.deformable.sampling import Location, Pixels
 from jax_attn_bwd.ops.deformable.spec import (
@@ -54,27 +55,16 @@ from jax_attn_bwd.ops.deformable.spec import (
 _DTYPES = ("float32", "bfloat16", "float16")
 _INDICES = 1 << 30  # of int32, with room for the indices beyond the last
 _LANES = 32
-_MOST_CHANNELS = 256
 _LENGTH = 256  # of samples that one block sums, at most
 _AT_ONCE = 4  # samples whose pixels are loaded before the first is summed
 
 
 def supports(options: Options, operands: Operands) -> str | None:
     """Tells why the kernels cannot run this call; None if they can."""
-    (_, S, M, D), (B, Q, _, K) = operands.value.shape, operands.attention_weights.shape
-    if too_old := mosaic_gpu.too_old():
-        return too_old
-    if not all(isinstance(n, int) for n in (B, S, M, D, Q, K)):
-        return "its shapes must be known, not symbolic"
-    # dtypes and sizes
-    for name, x in operands._asdict().items():
-        if x.dtype not in _DTYPES:
-            return f"{name} must be one of {_DTYPES}, got {x.dtype}"
-        if x.size == 0:
-            return f"{name} must not be empty, got shape {x.shape}"
-    if D > _MOST_CHANNELS:
-        return f"a head may have at most {_MOST_CHANNELS} channels, got {D}"
+    if refused := mosaic_gpu.too_old() or unsupported(operands, _DTYPES):
+        return refused
     # indices are int32: of the products, of the patches of cells, of the rows of dout
+    (B, Q, M, K), D = operands.attention_weights.shape, operands.value.shape[3]
     cells = sum((height + 1) * (width + 1) for height, width in options.spatial_shapes)
     if (largest := max(B * Q * M * K * 4, B * max(cells, Q) * M * 4 * _padded(D))) >= _INDICES:
         return f"its arrays may have fewer than 2**30 elements, the largest would have {largest}"

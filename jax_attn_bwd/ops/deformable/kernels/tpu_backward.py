@@ -199,10 +199,10 @@ def _value_gradient(cut: LevelCut, channels: int, of: LevelSamples, refs: dict[s
 
     def add(strip):
         hat.store_hat(cut, strip, of, across, refs["down"], matrix.shape[0], matrix)
-        sums[...] = _product(matrix[0], dout[...])
+        sums[...] = hat.product(matrix[0], dout[...], transposed=True)
         for i in range(1, matrix.shape[0]):  # of small parts of S, the large parts of dout
             some = max(1, parts - i) * channels
-            sums[:, :some] += _product(matrix[i], dout[:some])
+            sums[:, :some] += hat.product(matrix[i], dout[:some], transposed=True)
         # the parts of dout add up
         total = sums[:, :channels]
         for i in range(1, parts):
@@ -214,7 +214,7 @@ def _value_gradient(cut: LevelCut, channels: int, of: LevelSamples, refs: dict[s
         def _():
             reads = hat.ones(matrix[0].astype(jnp.float32) != 0)
             unfit = jnp.broadcast_to(refs["unfit"][...], (channels, hat.TILE)).astype(jnp.bfloat16)
-            dvalue[strip] = jnp.where(_product(reads, unfit) > 0, jnp.nan, dvalue[strip])
+            dvalue[strip] = jnp.where(hat.product(reads, unfit, transposed=True) > 0, jnp.nan, dvalue[strip])
 
     return add
 
@@ -232,13 +232,10 @@ def _products(cut: LevelCut, channels: int, of: LevelSamples, refs: dict[str, An
         refs[name][...] = jnp.zeros_like(refs[name])
 
     def select(strip):
-        dot = lambda j: lax.dot_general(
-            value[strip], stacked[j], (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32
-        )
         # G, every pixel of the strip with every query: [pixels, TILE]
-        g[...] = dot(0)
+        g[...] = hat.product(value[strip], stacked[0])
         for j in range(1, parts):
-            g[...] += dot(j)
+            g[...] += hat.product(value[strip], stacked[j])
 
         # of each sample, its upper and its lower row of pixels, with all columns: [width, TILE]
         above = (strip * cut.rows).astype(jnp.float32)
@@ -265,8 +262,3 @@ def _store_corners(cut: LevelCut, of: LevelSamples, refs: dict[str, Any]) -> Non
                 one = jnp.where(column == first + j, rows, 0).sum(0, keepdims=True)
                 n = (2 * i + j) * P + p
                 d[n : n + 1] = one
-
-
-def _product(x: jax.Array, y: jax.Array) -> jax.Array:
-    """Returns `x y^T`."""
-    return lax.dot_general(x, y, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)

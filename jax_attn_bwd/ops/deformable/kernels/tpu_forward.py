@@ -15,13 +15,9 @@ from jax_attn_bwd._core.mosaic_tpu import ZERO
 from jax_attn_bwd._core.sharding import tie, unsharded
 from jax_attn_bwd.ops.deformable.kernels import tpu_hat as hat
 from jax_attn_bwd.ops.deformable.kernels.tpu_hat import LevelCut, LevelSamples, OnLevel
+from jax_attn_bwd.ops.deformable.kernels.tpu_hat import supports as supports
 from jax_attn_bwd.ops.deformable.plan import Plan
 from jax_attn_bwd.ops.deformable.spec import Operands, Options
-
-
-def supports(options: Options, operands: Operands) -> str | None:
-    """Tells why the kernel cannot run this call; None if it can."""
-    return hat.unsupported(options, operands)
 
 
 def forward(plan: Plan, operands: Operands) -> jax.Array:
@@ -94,7 +90,7 @@ def _kernel(cut: LevelCut, channels: int, flags: Any, value: Any, *refs: Any) ->
         def add(pixels):
             for i in range(matrix.shape[0]):  # of small parts of S, the large parts of the value
                 some = max(1, parts - i) * channels
-                sums[:some] += _product(pixels[:some], matrix[i])
+                sums[:some] += hat.product(pixels[:some], matrix[i])
 
         # where some pixel is not finite, it counts as 0, and what reads it is told apart
         @pl.when(jnp.logical_not(is_bad))
@@ -107,7 +103,7 @@ def _kernel(cut: LevelCut, channels: int, flags: Any, value: Any, *refs: Any) ->
             finite = hat.is_finite(pixels)
             add(jnp.where(finite, pixels, 0).astype(jnp.bfloat16))
             unfit, reads = ~finite[:channels], matrix[0].astype(jnp.float32) != 0
-            bad[...] += _product(hat.ones(unfit), hat.ones(reads))
+            bad[...] += hat.product(hat.ones(unfit), hat.ones(reads))
 
     lax.fori_loop(*hat.touched(cut, of.row[...]), add_strip, None)
 
@@ -116,8 +112,3 @@ def _kernel(cut: LevelCut, channels: int, flags: Any, value: Any, *refs: Any) ->
     for i in range(1, parts):
         total += sums[i * channels : (i + 1) * channels]
     out[...] = jnp.where(bad[...] > 0, jnp.nan, total)
-
-
-def _product(x: jax.Array, y: jax.Array) -> jax.Array:
-    """Returns `x y`."""
-    return lax.dot_general(x, y, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)

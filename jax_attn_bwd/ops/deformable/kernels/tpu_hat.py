@@ -30,6 +30,7 @@ from jax_attn_bwd._core import mosaic_tpu
 from jax_attn_bwd._core.mosaic_tpu import LANES, ZERO
 from jax_attn_bwd._core.numerics import ceil_div, round_up
 from jax_attn_bwd.ops.deformable import sampling
+from jax_attn_bwd.ops.deformable.kernels import unsupported
 from jax_attn_bwd.ops.deformable.spec import Level, Operands, Options
 
 TILE = 128  # queries of a step
@@ -40,7 +41,6 @@ _NOWHERE = -2.0  # row and column of a sample that does not count: beyond the re
 _MOST_PIXELS = 20_480  # of a level; beyond, bundles are predicted to be no fewer than XLA's
 _MOST_NUMBERS = 1 << 21  # pixels times channels, likewise
 _MOST_POINTS = 32  # of a query and head on a level: their sums are written out
-_MOST_CHANNELS = 256
 
 
 class LevelCut(NamedTuple):
@@ -76,23 +76,15 @@ class OnLevel(NamedTuple):
     weight: jax.Array
 
 
-def unsupported(options: Options, operands: Operands) -> str | None:
+def supports(options: Options, operands: Operands) -> str | None:
     """Tells why the kernels cannot run this call; None if they can."""
-    # dtypes and sizes
-    (B, S, M, D), (_, Q, _, K) = operands.value.shape, operands.attention_weights.shape
-    if not all(isinstance(n, int) for n in (B, S, M, D, Q, K)):
-        return "its shapes must be known, not symbolic"
-    for name, x in operands._asdict().items():
-        if x.dtype.name not in _PARTS:
-            return f"{name} must be one of {tuple(_PARTS)}, got {x.dtype}"
-        if x.size == 0:
-            return f"{name} must not be empty, got shape {x.shape}"
-    if D > _MOST_CHANNELS:
-        return f"a head may have at most {_MOST_CHANNELS} channels, got {D}"
+    if refused := unsupported(operands, tuple(_PARTS)):
+        return refused
     if (most := max(options.num_points)) > _MOST_POINTS:
         return f"a query and head may have at most {_MOST_POINTS} points on a level, got {most}"
 
     # and levels whose pixels fit the vector memory, where the matrix unit is faster than XLA's gathers
+    D = operands.value.shape[3]
     for (H, W), P in zip(options.spatial_shapes, options.num_points, strict=True):
         cut = cut_of(H, W)
         pixels, most = cut.strips * cut.pixels, min(_MOST_PIXELS, _MOST_NUMBERS // round_up(D, _SUBLANES))
@@ -192,6 +184,12 @@ def planes(on: OnLevel, value: jax.Array) -> jax.Array:
     more = (round_up(D, _SUBLANES) - D, cut.strips * cut.rows - H, cut.width - W)
     x = jnp.pad(x, [(0, 0), (0, 0), *((0, n) for n in more)])
     return x.reshape(*x.shape[:3], cut.strips, cut.pixels).transpose(0, 1, 3, 2, 4)
+
+
+def product(x: jax.Array, y: jax.Array, transposed: bool = False) -> jax.Array:
+    """Returns, in a kernel, `x y`, or `x y^T`, float32."""
+    axes = (((1,), (int(transposed),)), ((), ()))
+    return lax.dot_general(x, y, axes, preferred_element_type=jnp.float32)
 
 
 def some_not_finite(x: jax.Array) -> jax.Array:

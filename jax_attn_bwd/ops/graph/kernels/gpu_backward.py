@@ -65,8 +65,8 @@ def _gradients(plan, interpret, residuals, cotangents):
 
 
 def _sums(
-    plan: Plan, need: Sums[bool], interpret: bool, graph: Any, t: Tables, z: Any, saved: DestinationRows
-) -> Sums[Any]:
+    plan: Plan, need: Sums, interpret: bool, graph: Any, t: Tables, z: Any, saved: DestinationRows
+) -> Sums:
     """Computes the sums that are needed, of the heads of one device."""
     options, E = plan.options, graph.capacity
     _, H, D = plan.kind.messages(t).shape
@@ -107,7 +107,7 @@ def _by_node(found: Walked, owner: jax.Array) -> dict[str, jax.Array]:
     return {name: settled(x, owner, parts[name]) if parts else x for name, x in found.nodes.items()}
 
 
-def _source_body(options: Options, need: Sums[bool], edge_dtype: Any) -> Body:
+def _source_body(options: Options, need: Sums, edge_dtype: Any) -> Body:
     """Returns what an edge gives to its source, and to its own row."""
     through_score = any(need._replace(message=False))
     is_gat, is_v2 = options.kind == "gat", options.kind == "gatv2"

@@ -27,8 +27,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jax_attn_bwd._core import mosaic_gpu, pallas
-from jax_attn_bwd._core.numerics import narrowed
-from jax_attn_bwd._core.sharding import explicit_spec, full_like_operands, tie
+from jax_attn_bwd._core.sharding import explicit_spec, full_like_operands
 from jax_attn_bwd.ops.graph import kinds, loops
 from jax_attn_bwd.ops.graph.kernels import gpu_body, gpu_kinds, gpu_walk
 from jax_attn_bwd.ops.graph.kernels.gpu_body import (
@@ -44,6 +43,7 @@ from jax_attn_bwd.ops.graph.kinds.kind import Tables
 from jax_attn_bwd.ops.graph.loops import has_edges, own_rows, take
 from jax_attn_bwd.ops.graph.placement import pieces_of_edges
 from jax_attn_bwd.ops.graph.plan import Plan
+from jax_attn_bwd.ops.graph.softmax import result_of_sums
 from jax_attn_bwd.ops.graph.spec import Operands, Options, Result
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -101,14 +101,8 @@ def _results(options, interpret, operands):
     out, m, l = found["out"], found["m"], found["l"]
 
     # what is returned and saved
-    weights = wide_weights = None
-    if options.return_weights:
-        weights = _weights(kind, t, graph, found["s"], m, l, operands)
-        weights, wide_weights = narrowed(weights, operands.src.dtype)
-    lse = jnp.where(l == 0, -jnp.inf, m + jnp.log(jnp.where(l == 0, 1, l)))
-    mean = None if options.concat_heads else out.mean(1).astype(operands.src.dtype)
-    out, wide_out = narrowed(out.reshape(operands.dst.shape), operands.src.dtype)
-    return tie(Result(out, mean, weights, lse, m, l, wide_out, wide_weights), operands)
+    weights = _weights(kind, t, graph, found["s"], m, l, operands) if options.return_weights else None
+    return result_of_sums(options, operands, out, m, l, weights)
 
 
 def _attend(options: Options, interpret: bool, nodes: int, edges: int, walk: Any, t: Tables, z: Any) -> dict:

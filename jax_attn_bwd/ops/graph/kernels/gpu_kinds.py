@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_attn_bwd._core.numerics import total
 from jax_attn_bwd.ops.graph.kernels.gpu_body import Registers, spread
 from jax_attn_bwd.ops.graph.spec import Options
 
@@ -29,12 +30,12 @@ class Ends(NamedTuple):
     @property
     def total(self) -> jax.Array:
         """Z of gat, u of gatv2."""
-        return self.src + self.dst if self.edge is None else self.src + self.dst + self.edge
+        return total(*self)
 
     @property
     def key(self) -> jax.Array:
         """The key of the transformer, with the edge's features."""
-        return self.src if self.edge is None else self.src + self.edge
+        return total(self.src, self.edge)
 
 
 class Pulled(NamedTuple):
@@ -75,7 +76,7 @@ def message(options: Options, ends: Ends, read: Registers, seen: jax.Array | Non
     if options.kind == "gatv2":
         return ends.src
     x = shown(read["message"], seen)
-    return x + ends.edge if options.kind == "transformer" and ends.edge is not None else x
+    return total(x, ends.edge) if options.kind == "transformer" else x
 
 
 def pull(options: Options, ends: Ends, a: Any, ds: jax.Array) -> Pulled:

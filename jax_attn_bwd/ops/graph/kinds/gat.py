@@ -33,41 +33,17 @@ class GAT(Kind):
     name = "gat"
     scores_of_numbers = True
 
-    @staticmethod
-    def edge_width(dim: int) -> None:
-        """Returns None: edge features may have any width."""
-        return None
-
-    @staticmethod
-    def weights_shape(dim: int, dim_edge: int | None) -> tuple[str, int]:
-        """Returns the shape of `attention_weights` in letters, and its size."""
-        if dim_edge is None:
-            return "[2 * dim]", 2 * dim
-        return "[2 * dim + dim_edge]", 2 * dim + dim_edge
-
     def score_tables(self, operands):
         """Computes the three shares of z."""
-        given = zip(
-            self._features(operands),
-            self._used(operands),
-            self._split_weights(operands, operands.attention_weights),
-            strict=True,
-        )
-        return *(None if x is None else _share(x, a, used) for x, used, a in given), None
+        sides = self._sides(operands)
+        return *(None if x is None else _share(x, a, used) for x, used, a in sides), None
 
     def score_tables_tangent(self, operands, tangents):
         """Computes the tangents of the three shares."""
-        a, da = operands.attention_weights, tangents.attention_weights
-        of_a = [None] * 3 if da is None else self._split_weights(operands, da)
-        given = zip(
-            self._features(operands),
-            self._features(tangents),
-            self._used(operands),
-            self._split_weights(operands, a),
-            of_a,
-            strict=True,
-        )
-        return *(_share_tangent(*each) for each in given), None
+        da = tangents.attention_weights
+        moving = [None] * 3 if da is None else self._split_weights(operands, da)
+        given = zip(self._sides(operands), self._features(tangents), moving, strict=True)
+        return *(_share_tangent(x, dx, used, a, da) for (x, used, a), dx, da in given), None
 
     def score(self, t, rows):
         """Computes act(z)."""
@@ -80,22 +56,20 @@ class GAT(Kind):
         z = total(*rows)
         return slope(self.options, z) * to_rank(total(*moving), z.ndim)
 
-    def needs(self, t, wanted: frozenset[str]) -> Sums[bool]:
+    def needs(self, t, wanted: frozenset[str]) -> Sums:
         """Asks for all sums where `attention_weights` is wanted: its gradient is made of them."""
         weights = "attention_weights" in wanted
         return Sums(
-            a=False,
             handed="edge" in wanted or (weights and t.edge is not None),
             dst="dst" in wanted or weights,
-            edge=False,
             message="src" in wanted,
             src="src" in wanted or weights,
         )
 
-    def shares(self, t, need: Sums[bool], edges: Edges) -> Sums[Any]:
+    def shares(self, t, need: Sums, edges: Edges) -> Sums:
         """Computes dz, and its sum by source."""
         dz = edges.ds * slope(self.options, total(*edges.rows))  # (7)
-        return Sums(a=None, handed=dz, dst=None, edge=None, message=None, src=sum_of_group(dz, edges.chunk))
+        return Sums(handed=dz, src=sum_of_group(dz, edges.chunk))
 
     def to_dst(self, t, handed, rows):
         """Returns dz, which is handed on, as it is."""
@@ -125,6 +99,11 @@ class GAT(Kind):
             whole = (reshard_like(x, x, (None,) * x.ndim) for x in sides)
             grads["attention_weights"] = jnp.concatenate([x.reshape(-1) for x in whole])
         return grads
+
+    def _sides(self, operands: Operands) -> list[tuple[Any, jax.Array, jax.Array]]:
+        """Returns of src, dst and edge the features, which of their rows are used, and their weights."""
+        a = self._split_weights(operands, operands.attention_weights)
+        return list(zip(self._features(operands), self._used(operands), a, strict=True))
 
     def _features(self, operands: Operands) -> list[jax.Array | None]:
         """Splits src, dst and edge into heads."""

@@ -12,7 +12,6 @@ References:
 """
 
 from types import MappingProxyType
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -42,16 +41,6 @@ class GATv2(Kind):
     reads_twice = True
     placement = MappingProxyType({**Kind.placement, "attention_weights": (-1,)})
 
-    @staticmethod
-    def edge_width(dim: int) -> int:
-        """Returns the width of the nodes, to whose features those of edges are added."""
-        return dim
-
-    @staticmethod
-    def weights_shape(dim: int, dim_edge: int | None) -> tuple[str, int]:
-        """Returns the shape of `attention_weights` in letters, and its size."""
-        return "[dim]", dim
-
     def score_tables(self, operands):
         """Returns the features themselves, and a."""
         H, a = self.options.num_heads, operands.attention_weights
@@ -73,18 +62,12 @@ class GATv2(Kind):
             terms.append(products(activate(self.options, u), jnp.broadcast_to(a, u.shape[-3:])))
         return total(*terms)
 
-    def needs(self, t, wanted: frozenset[str]) -> Sums[bool]:
+    def needs(self, t, wanted: frozenset[str]) -> Sums:
         """Asks for a sum for each operand."""
-        return Sums(
-            a="attention_weights" in wanted,
-            handed=False,
-            dst="dst" in wanted,
-            edge="edge" in wanted,
-            message=False,
-            src="src" in wanted,
-        )
+        a = "attention_weights" in wanted
+        return Sums(a=a, **{name: name in wanted for name in ("dst", "edge", "src")})
 
-    def shares(self, t, need: Sums[bool], edges: Edges) -> Sums[Any]:
+    def shares(self, t, need: Sums, edges: Edges) -> Sums:
         """Sums du by source, and returns du by edge, and da."""
         src = a = edge = None
         if need.src:
@@ -94,7 +77,7 @@ class GATv2(Kind):
             a = (edges.ds[..., None] * y).sum(tuple(range(y.ndim - 2)))  # (10)
         if need.edge:
             edge = self._du(t, edges.ds, edges.rows) + 0  # 0, not -0, where no gradient is
-        return Sums(a=a, handed=edges.ds, dst=None, edge=edge, message=None, src=src)
+        return Sums(a=a, handed=edges.ds, edge=edge, src=src)
 
     def to_dst(self, t, handed, rows):
         """Returns du: every term of the sum u gets it (9)."""

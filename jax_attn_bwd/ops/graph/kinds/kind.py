@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +18,6 @@ from jax_attn_bwd._core.numerics import accumulator_dtype, to_rank
 from jax_attn_bwd.ops.graph import placement
 from jax_attn_bwd.ops.graph.loops import Chunk, take
 from jax_attn_bwd.ops.graph.spec import Operands, Options
-
-T = TypeVar("T")
 
 
 class Tables(NamedTuple):
@@ -61,18 +59,18 @@ class Edges(NamedTuple):
     chunk: Chunk
 
 
-class Sums(NamedTuple, Generic[T]):
+class Sums(NamedTuple):
     """Cotangents of the `Tables` of these names, summed over the edges; None = not needed.
 
-    In a source pass `src` and `message` are also the shares of one chunk; `Sums[bool]` says what is needed.
+    In a source pass `src` and `message` are also the shares of one chunk; `Sums` of bools say what is needed.
     """
 
-    a: T  # [H, D], gatv2
-    handed: T  # [E, H], what the destination's share is made of: dz (7) for gat, else ds (6)
-    dst: T
-    edge: T  # None for gat: the cotangent of an edge is what it hands on
-    message: T  # through (3); None for gatv2, whose message is src
-    src: T  # through the score; for gatv2 through (3) too
+    a: Any = None  # [H, D], gatv2
+    handed: Any = None  # [E, H], what the destination's share is made of: dz (7) for gat, else ds (6)
+    dst: Any = None
+    edge: Any = None  # None for gat: the cotangent of an edge is what it hands on
+    message: Any = None  # through (3); None for gatv2, whose message is src
+    src: Any = None  # through the score; for gatv2 through (3) too
 
 
 @dataclass(frozen=True)
@@ -151,11 +149,11 @@ class Kind(ABC):
         """Computes the scores' tangents; `a` and `moving` are those of `t.a` and `rows`; None is zero."""
 
     @abstractmethod
-    def needs(self, t: Tables, wanted: frozenset[str]) -> Sums[bool]:
+    def needs(self, t: Tables, wanted: frozenset[str]) -> Sums:
         """Tells which sums the gradients of the operands in `wanted` are made of."""
 
     @abstractmethod
-    def shares(self, t: Tables, need: Sums[bool], edges: Edges) -> Sums[Any]:
+    def shares(self, t: Tables, need: Sums, edges: Edges) -> Sums:
         """Computes what a chunk, by source, gives to the sums needed, but for `message` and `dst`."""
 
     @abstractmethod
@@ -166,10 +164,6 @@ class Kind(ABC):
         """Counts the elements of the widest row of an edge, by which passes are cut into chunks."""
         return operands.src.shape[-1]
 
-    def score_elements(self, operands: Operands) -> Any:
-        """Counts the elements of the rows that its score is made of."""
-        return 0 if self.scores_of_numbers else self.row_elements(operands)
-
     def to_heads(self, x: jax.Array) -> jax.Array:
         """Returns rows of `src`, `message` or `edge` as each head of the destinations reads them."""
         return x
@@ -179,7 +173,7 @@ class Kind(ABC):
         return x
 
     @abstractmethod
-    def gradients(self, operands: Operands, sums: Sums[Any], wanted: frozenset[str]) -> dict[str, jax.Array]:
+    def gradients(self, operands: Operands, sums: Sums, wanted: frozenset[str]) -> dict[str, jax.Array]:
         """Returns the gradients of the operands in `wanted`, from the sums."""
 
 

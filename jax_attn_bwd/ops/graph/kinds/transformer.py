@@ -17,8 +17,6 @@ References:
   Shi et al., Masked label prediction, 2021, arXiv:2009.03509: the forward.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
@@ -67,18 +65,12 @@ class Transformer(Kind):
             terms.append(products(total(moving.src, moving.edge), rows.dst))
         return self.options.scale * total(*terms) if terms else None
 
-    def needs(self, t, wanted: frozenset[str]) -> Sums[bool]:
+    def needs(self, t, wanted: frozenset[str]) -> Sums:
         """Asks for a sum for each operand; the bias has ds for its gradient."""
-        return Sums(
-            a=False,
-            handed="score_bias" in wanted,
-            dst="dst" in wanted,
-            edge="edge" in wanted,
-            message="value" in wanted,
-            src="src" in wanted,
-        )
+        bias, value = "score_bias" in wanted, "value" in wanted
+        return Sums(handed=bias, message=value, **{name: name in wanted for name in ("dst", "edge", "src")})
 
-    def shares(self, t, need: Sums[bool], edges: Edges) -> Sums[Any]:
+    def shares(self, t, need: Sums, edges: Edges) -> Sums:
         """Sums dk by source, and returns dedge (11)."""
         src = edge = None
         if need.src:
@@ -86,7 +78,7 @@ class Transformer(Kind):
         if need.edge:
             edge = self._to_key(edges.ds, edges.rows) + edges.w[..., None] * edges.dout
             edge = self.from_heads(edge)
-        return Sums(a=None, handed=edges.ds, dst=None, edge=edge, message=None, src=src)
+        return Sums(handed=edges.ds, edge=edge, src=src)
 
     def to_dst(self, t, handed, rows):
         """Computes the share of dq (11)."""
