@@ -10,17 +10,48 @@ from jax import lax
 
 
 def dot_product_attention(
-    query, key, value, bias=None, mask=None, *, scale=None, logits_soft_cap=None, sink=None, keep=None,
-    keep_factor=1.0, **conditions,
+    query, key, value, bias=None, mask=None, *, scale=None, is_causal=False, query_seq_lengths=None,
+    key_value_seq_lengths=None, local_window_size=None, query_segment_ids=None,
+    key_value_segment_ids=None, query_positions=None, key_value_positions=None, logits_soft_cap=None,
+    sink=None, mask_mod=None, score_mod=None, mod_args=(), keep=None, keep_factor=1.0,
 ):  # fmt: skip
     """(out, lse) of `jax_attn_bwd.dot_product_attention`; `keep` is the dropout mask `[..., N, T, S]`."""
-    (N, H), (S, K) = query.shape[-2:], key.shape[-3:-1]
+    (T, N, H), (S, K) = query.shape[-3:], key.shape[-3:-1]
     key, value = (jnp.repeat(x, N // K, axis=-2) for x in (key, value))
     scale = H**-0.5 if scale is None else scale
     logits = scale * jnp.einsum("...tnh,...snh->...nts", query, key)
     if logits_soft_cap is not None:
         logits = logits_soft_cap * jnp.tanh(logits / logits_soft_cap)
-    logits, visible = scored(logits, bias, mask, **conditions)
+
+    def tokens(x, n):  # [...], [..., n] -> broadcasts to [..., N, T, S] as rows; columns drop the last None
+        return (jnp.arange(n) if x is None else jnp.asarray(x))[..., None, :, None]
+
+    row, column = tokens(None, T), tokens(None, S).swapaxes(-1, -2)
+    q_at, k_at = tokens(query_positions, T), tokens(key_value_positions, S).swapaxes(-1, -2)
+    visible = jnp.ones(logits.shape, bool)
+    if mask is not None:
+        visible &= mask
+    if bias is not None:
+        logits, visible = logits + bias, visible & (bias != -jnp.inf)
+    if is_causal:
+        visible &= k_at <= q_at
+    if local_window_size is not None:
+        left, right = jnp.broadcast_to(jnp.asarray(local_window_size), (2,))
+        visible &= (q_at - k_at <= left) & (k_at - q_at <= right)
+    if query_seq_lengths is not None:
+        visible &= row < jnp.asarray(query_seq_lengths)[..., None, None, None]
+    if key_value_seq_lengths is not None:
+        visible &= column < jnp.asarray(key_value_seq_lengths)[..., None, None, None]
+    if query_segment_ids is not None or key_value_segment_ids is not None:
+        visible &= tokens(query_segment_ids, T) == tokens(key_value_segment_ids, S).swapaxes(-1, -2)
+
+    entries = logits.shape[:-3]
+    batch = jnp.arange(jnp.zeros(entries).size).reshape(*entries, 1, 1, 1)
+    at = (batch, jnp.arange(N)[:, None, None], q_at, k_at)
+    if mask_mod is not None:
+        visible &= mask_mod(*at, *mod_args)
+    if score_mod is not None:
+        logits = score_mod(logits, *at, *mod_args)
     terms = jnp.where(visible, logits, -jnp.inf)
     if sink is not None:
         column_of_sink = jnp.broadcast_to(sink[:, None, None], (*terms.shape[:-1], 1))
@@ -35,43 +66,3 @@ def dot_product_attention(
         probs = jnp.where(keep, probs * keep_factor, 0)
     out = jnp.einsum("...nts,...snh->...tnh", probs, value)
     return out, lse[..., 0].swapaxes(-1, -2)
-
-
-def scored(
-    logits, bias=None, mask=None, *, is_causal=False, local_window_size=None, query_seq_lengths=None,
-    key_value_seq_lengths=None, query_segment_ids=None, key_value_segment_ids=None, query_positions=None,
-    key_value_positions=None, mask_mod=None, score_mod=None, mod_args=(),
-):  # fmt: skip
-    """(logits with the bias, through `score_mod`, and which of them are visible), `[..., N, T, S]`."""
-    *entries, N, T, S = logits.shape
-
-    def tokens(x, n):  # [...], [..., n] -> broadcasts to [..., N, T, S] as rows; columns drop the last None
-        return (jnp.arange(n) if x is None else jnp.asarray(x))[..., None, :, None]
-
-    row, column = tokens(None, T), tokens(None, S).swapaxes(-1, -2)
-    q_at, k_at = tokens(query_positions, T), tokens(key_value_positions, S).swapaxes(-1, -2)
-    visible = jnp.ones(logits.shape, bool)
-    if mask is not None:
-        visible &= mask
-    if bias is not None:
-        shown = bias != -jnp.inf
-        logits, visible = logits + jnp.where(shown, bias, 0), visible & shown
-    if is_causal:
-        visible &= k_at <= q_at
-    if local_window_size is not None:
-        left, right = jnp.broadcast_to(jnp.asarray(local_window_size), (2,))
-        visible &= (q_at - k_at <= left) & (k_at - q_at <= right)
-    if query_seq_lengths is not None:
-        visible &= row < jnp.asarray(query_seq_lengths)[..., None, None, None]
-    if key_value_seq_lengths is not None:
-        visible &= column < jnp.asarray(key_value_seq_lengths)[..., None, None, None]
-    if query_segment_ids is not None or key_value_segment_ids is not None:
-        visible &= tokens(query_segment_ids, T) == tokens(key_value_segment_ids, S).swapaxes(-1, -2)
-
-    batch = jnp.arange(jnp.zeros(entries).size).reshape(*entries, 1, 1, 1)
-    at = (batch, jnp.arange(N)[:, None, None], q_at, k_at)
-    if mask_mod is not None:
-        visible &= mask_mod(*at, *mod_args)
-    if score_mod is not None:
-        logits = score_mod(logits, *at, *mod_args)
-    return logits, visible

@@ -10,13 +10,13 @@ out = dropout(dropout(weights) v W_o + b_o) + x_q
 import jax.numpy as jnp
 from jax import lax
 
-from jax_attn_bwd.ops.dot_product.reference import scored
-
 
 def multi_head_attention(
     params, query, key=None, value=None, *, num_heads=None, bias=None, mask=None, scale=None,
-    query_positions=None, key_value_positions=None, logits_soft_cap=None, rotary=None, add_zero_attn=False,
-    add_residual=False, average_weights=False, factors=1.0, out_factors=1.0, **conditions,
+    is_causal=False, local_window_size=None, query_seq_lengths=None, key_value_seq_lengths=None,
+    query_segment_ids=None, key_value_segment_ids=None, query_positions=None, key_value_positions=None,
+    logits_soft_cap=None, rotary=None, mask_mod=None, score_mod=None, mod_args=(), add_zero_attn=False,
+    add_residual=False, average_weights=False, factors=1.0, out_factors=1.0,
 ):  # fmt: skip
     """(out, weights) of the layer; dropout: `factors` [..., N, T, S'] and `out_factors` [..., T, Eo]."""
     p = params
@@ -53,7 +53,7 @@ def multi_head_attention(
     q = heads(turn(q, query_positions))
     k = heads(turn(project(key, p.key_kernel, p.key_bias), key_value_positions))
     v = heads(project(value, p.value_kernel, p.value_bias))
-    H, S = q.shape[-1], k.shape[-3]
+    (T, H), S = (q.shape[-3], q.shape[-1]), k.shape[-3]
     if p.bias_k is not None:
         k, v = append(k, heads(p.bias_k)), append(v, heads(p.bias_v))
     if add_zero_attn:
@@ -61,9 +61,36 @@ def multi_head_attention(
     logits = (H**-0.5 if scale is None else scale) * jnp.einsum("...tnh,...snh->...nts", q, k)
     if logits_soft_cap is not None:
         logits = logits_soft_cap * jnp.tanh(logits / logits_soft_cap)
-    positions = {"query_positions": query_positions, "key_value_positions": key_value_positions}
-    of_keys, visible = scored(logits[..., :S], bias, mask, **positions, **conditions)
-    logits = jnp.concatenate([of_keys, logits[..., S:]], -1)
+
+    def tokens(x, n):  # [...], [..., n] -> broadcasts to [..., N, T, S] as rows; columns drop the last None
+        return (jnp.arange(n) if x is None else jnp.asarray(x))[..., None, :, None]
+
+    row, column = tokens(None, T), tokens(None, S).swapaxes(-1, -2)
+    q_at, k_at = tokens(query_positions, T), tokens(key_value_positions, S).swapaxes(-1, -2)
+    visible = jnp.ones((*logits.shape[:-1], S), bool)
+    if mask is not None:
+        visible &= mask
+    if bias is not None:
+        visible &= bias != -jnp.inf
+        logits = logits.at[..., :S].add(jnp.where(bias != -jnp.inf, bias, 0).astype(logits.dtype))
+    entries = logits.shape[:-3]
+    batch = jnp.arange(jnp.zeros(entries).size).reshape(*entries, 1, 1, 1)
+    at = (batch, jnp.arange(N)[:, None, None], q_at, k_at)
+    if score_mod is not None:
+        logits = logits.at[..., :S].set(score_mod(logits[..., :S], *at, *mod_args))
+    if mask_mod is not None:
+        visible &= mask_mod(*at, *mod_args)
+    if is_causal:
+        visible &= k_at <= q_at
+    if local_window_size is not None:
+        left, right = jnp.broadcast_to(jnp.asarray(local_window_size), (2,))
+        visible &= (q_at - k_at <= left) & (k_at - q_at <= right)
+    if query_seq_lengths is not None:
+        visible &= row < jnp.asarray(query_seq_lengths)[..., None, None, None]
+    if key_value_seq_lengths is not None:
+        visible &= column < jnp.asarray(key_value_seq_lengths)[..., None, None, None]
+    if query_segment_ids is not None:
+        visible &= tokens(query_segment_ids, T) == tokens(key_value_segment_ids, S).swapaxes(-1, -2)
     appended = jnp.ones((*visible.shape[:-1], k.shape[-3] - S), bool)
     terms = jnp.where(jnp.concatenate([visible, appended], -1), logits, -jnp.inf)
     if p.sink is not None:
