@@ -16,7 +16,7 @@ FINITE_START = Rule(
     "softmax_finite_start",
     "one CPU, rows of several entries, no sink",
     "The maximum starts at the least finite number: with an operation between maximum and exponential "
-    "XLA:CPU computes the logits twice, in slower loops.",
+    "XLA:CPU computes the logits twice, in slower loops: up to 1.29 of a step, 1.02 in the median.",
 )
 HIDDEN_BY_A_SUM = Rule(
     "softmax_hidden_by_a_sum",
