@@ -99,21 +99,22 @@ def _to_heads(x: jax.Array, n: int) -> jax.Array:
     return x if x.shape[-2] == n else jnp.broadcast_to(x, (*x.shape[:-2], n, x.shape[-1]))
 
 
-def attention_operands(operands: Operands, heads: Heads, like: Any = None) -> dot_product.Operands:
-    """Returns the operands of dense attention over the projected keys, without the appended rows.
-
-    Of tangents, too, where `like` are the queries, as whose shards what has heads lies.
-    """
-    like, offset = heads.query if like is None else like, operands.dropout_offset
-    placed = lambda x, *axes: None if x is None else reshard_like(x, like, axes)
-    of_plane = (*range(like.ndim - 3), -2, -3, None)
-    bias, elements = (placed(x, *of_plane) for x in (operands.bias, operands.mask.elements))
+def attention_operands(operands: Operands, heads: Heads) -> dot_product.Operands:
+    """Returns the operands of dense attention over the projected keys, without the appended rows."""
+    # what has heads is sharded as the queries are
+    batch = range(heads.query.ndim - 3)
+    q, offset = heads.query, operands.dropout_offset
+    bias, elements = (
+        None if x is None else reshard_like(x, q, (*batch, -2, -3, None))
+        for x in (operands.bias, operands.mask.elements)
+    )
+    sink = None if operands.sink is None else reshard_like(operands.sink, q, (-2,))
 
     # columns of the appended rows are not the tiles' to draw
     if offset is not None and offset.column.ndim:
         offset = offset._replace(column=offset.column[: heads.key.shape[-3]])
     mask = operands.mask.replace(elements=elements)
-    return dot_product.Operands(*heads, bias, placed(operands.sink, -2), mask, operands.dropout_words, offset)
+    return dot_product.Operands(*heads, bias, sink, mask, operands.dropout_words, offset)
 
 
 def output(options: Options, operands: Operands, z: jax.Array) -> jax.Array:

@@ -25,11 +25,14 @@ What no tangent reaches is not computed.
 """
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jax_attn_bwd._core.sharding import reshard_like
 from jax_attn_bwd.ops.dot_product import blockwise
+from jax_attn_bwd.ops.dot_product import spec as dot_product
 from jax_attn_bwd.ops.multi_head import appended
 from jax_attn_bwd.ops.multi_head.forward import weights_of
 from jax_attn_bwd.ops.multi_head.plan import Plan
@@ -40,7 +43,7 @@ from jax_attn_bwd.ops.multi_head.projections import (
     project_tangents,
     without_poison,
 )
-from jax_attn_bwd.ops.multi_head.spec import Heads, MultiHeadAttentionResidual, Operands
+from jax_attn_bwd.ops.multi_head.spec import MultiHeadAttentionResidual, Operands
 
 
 @partial(jax.jit, static_argnums=(0,))
@@ -55,8 +58,8 @@ def tangent(
     heads = project(options, clean) if saved.heads is None else saved.heads
     inner = attention_operands(clean, heads)
     query, key, value = (getattr(along, source) for source in operands.sources)
-    of_heads = Heads(*project_tangents(options, clean, heads, (query, key, value), along))
-    moved = attention_operands(along, of_heads, like=heads.query)
+    of_heads = project_tangents(options, clean, heads, (query, key, value), along)
+    moved = _attention_tangents(heads.query, of_heads, along)
     keys_move = bool(jax.tree.leaves(moved))
 
     # (15): over the S keys, total [..., T, N, Hv] and mu [..., T, N]
@@ -79,6 +82,17 @@ def tangent(
     if not options.return_weights:
         return dout, None
     return dout, _weights(options, inner, moved, rows, result, mu, dx).astype(operands.query.dtype)
+
+
+def _attention_tangents(q: jax.Array, of_heads: list[Any], along: Operands) -> dot_product.Operands:
+    """Returns the tangents of dense attention's operands, sharded as these are; its counters have none."""
+    bias, sink = along.bias, along.sink
+    if bias is not None:
+        bias = reshard_like(bias, q, (*range(q.ndim - 3), -2, -3, None))
+    if sink is not None:
+        sink = reshard_like(sink, q, (-2,))
+    query, key, value = of_heads
+    return dot_product.Operands(query, key, value, bias, sink, along.mask)
 
 
 def _weights(options, inner, moved, rows, result, mu, dx) -> jax.Array:
