@@ -28,12 +28,13 @@ _WIDTHS = {"query_kernel": "query", "key_kernel": "key", "value_kernel": "value"
 
 
 def prepare(
-    operator: str, params, query, key, value, *, num_heads, bias, mask, scale, add_zero_attn, dropout_rate,
-    out_dropout_rate, dropout_key, dropout_offset, add_residual, return_weights, average_weights,
-    return_residual, save, rotary, logits_soft_cap, broadcast_dropout, precision, deterministic_sums,
-    deterministic=None, **visibility: Any,
+    operator: str, params, query, key, value, *, num_heads, bias, mask, scale, is_causal, local_window_size,
+    query_seq_lengths, key_value_seq_lengths, query_segment_ids, key_value_segment_ids, query_positions,
+    key_value_positions, mask_mod, score_mod, mod_args, add_zero_attn, dropout_rate, out_dropout_rate,
+    dropout_key, dropout_offset, add_residual, return_weights, average_weights, return_residual, save,
+    rotary, logits_soft_cap, broadcast_dropout, precision, deterministic_sums, deterministic=None,
 ) -> tuple[Options, Operands]:  # fmt: skip
-    """Checks every argument of `multi_head_attention`, `visibility` in `mask_of`; raises as it says."""
+    """Checks every argument of `multi_head_attention`; raises as it says."""
     # inputs and parameters: of one dtype, with a size for every letter
     given = {"query": query, "key": key, "value": value}
     inputs = {n: checks.floating(operator, n, x) for n, x in given.items() if x is not None}
@@ -71,7 +72,13 @@ def prepare(
         expected = "be known where params.query_kernel is None"
         remedy = "multiply query by it, hand the keys over by themselves, and pass scale=1.0"
         raise TypeError(checks.message(operator, "scale", expected, "a traced array", remedy))
-    seen, score_mod = mask_of(operator, Like(query, -2, None), of_plane, **visibility)
+    seen, score_mod = mask_of(
+        operator, Like(query, -2, None), of_plane, is_causal=is_causal, local_window_size=local_window_size,
+        query_seq_lengths=query_seq_lengths, key_value_seq_lengths=key_value_seq_lengths,
+        query_segment_ids=query_segment_ids, key_value_segment_ids=key_value_segment_ids,
+        query_positions=query_positions, key_value_positions=key_value_positions, mask_mod=mask_mod,
+        score_mod=score_mod, mod_args=mod_args,
+    )  # fmt: skip
     dense = dot_product.options_of(
         operator, known_scale, query.dtype, logits_soft_cap, dropout_rate, broadcast_dropout, precision,
         deterministic_sums, deterministic, score_mod,

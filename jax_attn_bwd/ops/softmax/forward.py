@@ -120,16 +120,13 @@ def _hidden_by_a_sum(scale, half, visible) -> tuple[jax.Array, jax.Array, jax.Ar
 def _top(plan, z, sink) -> tuple[jax.Array, jax.Array | None]:
     """Returns the maximum of `z`, at least the least finite number; with a sink also where it is not -inf.
 
-    Without a sink, the maximum starts at the least finite number: with an operation between maximum and
-    exponential, XLA:CPU no longer takes both and what computes `z` into one library loop, but computes `z`
-    twice in slower loops. Over one entry, or one entry a device, XLA drops the start, so there each entry is
-    raised to that number.
+    Without a sink, each entry is raised to that number in front of the maximum: with an operation between
+    maximum and exponential, XLA:CPU computes `z` twice.
     """
     axis, z = plan.options.axis % z.ndim, lax.stop_gradient(z)
     least = jnp.asarray(jnp.finfo(z.dtype).min, z.dtype)
     if sink is None:
-        z = z if plan.finite_start else jnp.maximum(z, least)
-        return jnp.expand_dims(lax.reduce(z, least, lax.max, (axis,)), axis), None
+        return jnp.expand_dims(lax.reduce(jnp.maximum(z, least), least, lax.max, (axis,)), axis), None
     top = z.max(axis, keepdims=True, initial=-jnp.inf)
     return jnp.maximum(top, least), top != -jnp.inf
 

@@ -1,7 +1,7 @@
 """`Plan`: how a call is computed, decided once in the public function and used by every rule.
 
 Every row is computed whole: the maximum, the exponentials, their sum and the quotient, which XLA fuses with
-what stands around them. What is left to choose is the form of the maximum and of what hides entries.
+what stands around them. What is left to choose is the form of what hides entries.
 """
 
 from dataclasses import dataclass
@@ -12,19 +12,13 @@ from jax_attn_bwd.ops.softmax.spec import Operands, Options
 
 WAYS = (Way("whole rows", "forward.py", "everywhere"),)
 
-FINITE_START = Rule(
-    "softmax_finite_start",
-    "one CPU, rows of several entries, no sink",
-    "The maximum starts at the least finite number: with an operation between maximum and exponential "
-    "XLA:CPU computes the logits twice, in slower loops: up to 1.29 of a step, 1.02 in the median.",
-)
 HIDDEN_BY_A_SUM = Rule(
     "softmax_hidden_by_a_sum",
     "one CPU, a scale that is an array, something hidden, neither bias nor sink",
     "Hidden entries get -inf by a sum: a second select would part the library loop of XLA:CPU, and steps "
     "take 1.06 to 1.25 times as long.",
 )
-RULES = (FINITE_START, HIDDEN_BY_A_SUM)
+RULES = (HIDDEN_BY_A_SUM,)
 
 
 @dataclass(frozen=True)
@@ -33,7 +27,6 @@ class Plan:
 
     options: Options  # what is computed
     implementation: str  # the name of the one that runs
-    finite_start: bool = False  # a row's maximum starts at the least finite number, no entry is raised to it
     hidden_by_a_sum: bool = False  # -inf is added to what is hidden, instead of being selected
 
     @property
@@ -45,10 +38,7 @@ class Plan:
 def plan(implementation: str, options: Options, operands: Operands) -> Plan:
     """Returns the plan of a call whose implementation is chosen."""
     _, scale, mask, bias, sink = operands
-    length, one_cpu = operands.x.shape[options.axis], targets.is_one_cpu()
-    # over one entry, or one entry a device, XLA drops the start
-    finite_start = FINITE_START.holds(one_cpu and sink is None and isinstance(length, int) and length > 1)
     shares_scale = scale is not None and scale.shape[options.axis] == 1
     is_hidden = (mask is not None or options.hides) and bias is None and sink is None
-    by_a_sum = HIDDEN_BY_A_SUM.holds(one_cpu and shares_scale and is_hidden)
-    return Plan(options, implementation, finite_start, by_a_sum)
+    by_a_sum = HIDDEN_BY_A_SUM.holds(targets.is_one_cpu() and shares_scale and is_hidden)
+    return Plan(options, implementation, by_a_sum)

@@ -95,13 +95,10 @@ def test_what_makes_one_kernel_of_a_gpu_s_backward_is_the_identity_to_second_ord
     assert found.count("stablehlo.minimum") == 1
 
 
-def test_on_one_cpu_no_entry_is_raised_before_the_maximum_of_a_row(one_device):
-    """Rows of -inf are 0 all the same, in XLA's library loop, too; over one entry each is raised."""
+def test_rows_of_minus_infinity_are_0_in_the_library_loop_of_one_cpu(one_device):
     x = jnp.full((64, 128), -jnp.inf).at[3:].set(0.0)
     softmax = jax.jit(lambda x: scaled_masked_softmax(x, scale=0.5))
     jax.clear_caches()  # what was traced for other devices
-    maxima = [softmax.lower(x).as_text().count("stablehlo.maximum") for x in (x, x[:, :1])]
-    assert maxima[0] == maxima[1] - 1
     expected = np.where(np.arange(64)[:, None] < 3, 0, np.full((64, 128), 1 / 128))
     np.testing.assert_array_equal(softmax(x), expected)
     # of entries that the compiler knows to be equal, and to be known
