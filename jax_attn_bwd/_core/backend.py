@@ -34,7 +34,7 @@ class Implementation:
     supports: Callable[[Any, Any], str | None] = lambda options, operands: None  # or why it cannot run a call
     family: str = ""  # the folder of `ops` under which the record of `check --enable` knows a kernel
     ran: Callable[[], str] = lambda: ""  # when it passed its tests on the generation aimed at, "" if never
-    any_order: bool = False  # of sums: bits may differ, so None picks it only for `deterministic_sums=False`
+    any_order: bool = False  # of sums: bits may differ, which `deterministic_sums=True` does not allow
     files: Callable[[], str] = lambda: ""  # the kernel files that it runs, for `explain`
 
 
@@ -124,9 +124,8 @@ def _why_not_picked(
     if not kernels:
         return {}
     size, name = partial(records.size_of, operands), operator.removesuffix("_bwd")
-    varies = lambda i: i.any_order and options.deterministic_sums
-    candidates = [records.Candidate(i.name, i.family, name, i.ran(), size, varies(i)) for i in kernels]
-    return records.why_not_picked(candidates, NAMES, tell)
+    candidates = [records.Candidate(i.name, i.family, name, i.ran(), size, i.any_order) for i in kernels]
+    return records.why_not_picked(candidates, NAMES, getattr(options, "deterministic_sums", None), tell)
 
 
 class Reasons(dict[str, str]):
@@ -229,7 +228,8 @@ def planned(
 def _way(implementation: Implementation, options: Any, operands: Any, plan: Any) -> choices.Choice:
     """Tells how an implementation computes a call; kernels have no rules but their portable derivatives'."""
     if implementation.platform is not None or plan is None:
-        return choices.Choice(implementation.name, implementation.files(), ())
+        order = ", sums in any order" if implementation.any_order else ""
+        return choices.Choice(implementation.name, implementation.files() + order, ())
     with choices.noted() as rules:
         way = plan(implementation.name, options, operands).way
     return choices.Choice(implementation.name, way, tuple(rules))

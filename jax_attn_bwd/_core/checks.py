@@ -209,12 +209,16 @@ def flag(operator: str, argument: str, x: Any) -> bool:
     return bool(x)
 
 
-def repeatable_sums(operator: str, deterministic_sums: Any, deterministic: Any) -> bool:
+def repeatable_sums(operator: str, deterministic_sums: Any, deterministic: Any = None) -> bool | None:
     """Returns `deterministic_sums`, also by the name that it had, which is deprecated."""
+    if deterministic_sums is not None and not isinstance(deterministic_sums, bool | np.bool_):
+        got = _kind(deterministic_sums), static(deterministic_sums)
+        raise TypeError(message(operator, "deterministic_sums", "be None or a Python bool", *got))
+    deterministic_sums = None if deterministic_sums is None else bool(deterministic_sums)
     if deterministic is None:
-        return flag(operator, "deterministic_sums", deterministic_sums)
+        return deterministic_sums
     deterministic = flag(operator, "deterministic", deterministic)
-    if deterministic_sums is not True and deterministic_sums is not deterministic:
+    if deterministic_sums not in (None, deterministic):
         expected = f"say what deterministic={deterministic}, its former name, says"
         raise ValueError(message(operator, "deterministic_sums", expected, repr(deterministic_sums)))
     warn(

@@ -70,7 +70,7 @@ class Candidate(NamedTuple):
     operator: str  # that is called
     ran: str  # what `targets.py` says of its generation
     size: Callable[[], Size]
-    varies: bool  # from run to run, in a call that is to give the same bits
+    any_order: bool = False  # of sums: bits may differ from run to run
 
 
 def environment_order(names: Sequence[str], candidates: Sequence[str]) -> tuple[tuple[str, ...], str] | None:
@@ -161,10 +161,13 @@ def _damaged(file: Path, why: str) -> str:
     return "the record is damaged"
 
 
-def why_not_picked(candidates: Sequence[Candidate], names: Sequence[str], tell: bool) -> dict[str, str]:
+def why_not_picked(
+    candidates: Sequence[Candidate], names: Sequence[str], deterministic_sums: bool | None, tell: bool
+) -> dict[str, str]:
     """Tells why each of these kernels is not picked; the one that is picked is left out, if one is.
 
-    `candidates`: all that can run the call, in order. `names`: of all implementations. With `tell` the first
+    `candidates`: all that can run the call, in order. `names`: of all implementations. `deterministic_sums`:
+    True leaves out what adds in any order, None does where another kernel is proven. With `tell` the first
     call of a process that passes over kernels which could be proven says how.
     """
     # by the environment
@@ -180,10 +183,18 @@ def why_not_picked(candidates: Sequence[Candidate], names: Sequence[str], tell: 
     rates: dict[str, tuple[float, str]] = {}
     for candidate in candidates:
         found = _judged(candidate, kind)
+        if deterministic_sums and candidate.any_order and not isinstance(found, str):
+            found = "it adds in any order; deterministic_sums=None lets it be picked"
         if isinstance(found, str):
             reasons[candidate.name] = found
         else:
             rates[candidate.name] = found
+    # those that add in any order only where it is all the same, or there is no other
+    varying = {c.name for c in candidates if c.any_order}
+    if deterministic_sums is None and rates.keys() - varying:
+        for name in rates.keys() & varying:
+            del rates[name]
+            reasons[name] = "it adds in any order; deterministic_sums=False picks it where it is faster"
     # the fastest of the others is picked; where there is none, a process says how to prove one
     if rates:
         picked = min(rates, key=lambda name: rates[name][0])
@@ -195,12 +206,10 @@ def why_not_picked(candidates: Sequence[Candidate], names: Sequence[str], tell: 
 
 def _judged(candidate: Candidate, kind: str) -> tuple[float, str] | str:
     """Returns (its time beside that of "xla" at the nearest size, in words), or why it is not picked."""
-    # refuted, or refused for its bits
+    # refuted
     known, name = record(kind, candidate.family), candidate.name
     if isinstance(known, Record) and name in known.kernels and (why := known.kernels[name].failed):
         return f"it failed on {kind} ({known.written}): {why}"
-    if candidate.varies:
-        return "it adds in any order; deterministic_sums=False lets it be picked where it is proven"
     # no record of it: the word of the generation counts
     if isinstance(known, str) or name not in known.kernels:
         if candidate.ran:

@@ -21,14 +21,18 @@ class Generation(NamedTuple):
     oldest_jax: tuple[int, ...] = ()  # on which they passed
 
 
-_AMPERE = r"\b(A|L|H|GH|B|GB)\d+", "an NVIDIA GPU of compute capability 8.0 or more", "", (8, 0)
+# Cards of data centers, of games, of workstations (a Quadro RTX is older), and what is built into machines.
+_AMPERE = (
+    r"\b(A|L|H|GH|B|GB)\d+|\bGeForce RTX [3-9]0\d0|\bRTX .*(Ada|Blackwell)\b|\bRTX PRO\b|\b(Orin|Thor)\b",
+    "an NVIDIA GPU of compute capability 8.0 or more",
+)
 # By implementation, the newest last. Kernels are picked by themselves only where they are proven: by a user's
 # own record (`records`), or here. To turn a generation on for everyone, once `tests/gpu` has passed on such
 # a device (for TPUs `check --enable`): `ran="<date>, <commit that passed there>"`, and the JAX it passed on.
 GENERATIONS = {
     "mosaic_tpu": (Generation("tpu", r"TPU ?v?([5-9]|\d\d)", "a TPU v5e, v5p, v6e or TPU7x", ""),),
     "mosaic_gpu": (
-        Generation("gpu", *_AMPERE),
+        Generation("gpu", *_AMPERE, "", (8, 0)),
         Generation(
             "hopper",
             r"\b(GH|H)\d+",
@@ -37,7 +41,8 @@ GENERATIONS = {
             oldest_jax=(0, 11, 2),
         ),
     ),
-    "cudnn": (Generation("cudnn", *_AMPERE),),
+    # A library that JAX's users run on all of these, whatever the JAX: `kernels/cudnn.py` knows its versions.
+    "cudnn": (Generation("cudnn", *_AMPERE, "2026-11-26, 391a32d", (8, 0)),),
 }
 CHIPS = {  # by the names of everyday speech: platform, kind of device
     "cpu": ("cpu", "cpu"),

@@ -59,7 +59,7 @@ def attention_fn(
     mask_mod: Callable[..., Any] | None = None,
     score_mod: Callable[..., Any] | None = None,
     mod_args: tuple[Any, ...] = (),
-    deterministic_sums: bool = True,
+    deterministic_sums: bool | None = None,
     forward_mode: bool = False,
     implementation: Implementation | None = None,
     promote_dtype: Callable[..., Any] | None = None,
@@ -200,7 +200,7 @@ def attention_by(
     if _may_decode(query, key, numbers) and positions[0] is None:
         band = _band_of_step(**band, mask_mod=mask_mod, score_mod=score_mod)
     options |= dict(**band, mask_mod=mask_mod, score_mod=score_mod)
-    options["deterministic_sums"] = checks.flag(_NAME, "deterministic_sums", options["deterministic_sums"])
+    options["deterministic_sums"] = checks.repeatable_sums(_NAME, options["deterministic_sums"])
     drop = dict(dropout_rate=dropout_rate, dropout_key=dropout_rng) if drops else _NO_DROPOUT
     out = attend(query, key, value, bias, mask, **options, **drop, implementation=implementation)
     out = nan_if_additive(out, numbers)
@@ -374,8 +374,9 @@ def configured_attention_fn(
     if not callable(attention_fn):
         expected = "be a function like jax_attn_bwd.attention_fn"
         raise TypeError(checks.message(_CONFIGURED, "attention_fn", expected, type(attention_fn).__name__))
-    for name in {"is_causal", "deterministic_sums", "forward_mode"} & given.keys():
+    for name in {"is_causal", "forward_mode"} & given.keys():
         given[name] = checks.flag(_CONFIGURED, name, given[name])
+    checks.repeatable_sums(_CONFIGURED, given.get("deterministic_sums"))
     masks.window(_CONFIGURED, given.get("local_window_size"))
     for name in given.keys() - inspect.signature(attention_fn).parameters.keys():
         expected, remedy = "be left out: attention_fn does not take it", "configure jax_attn_bwd.attention_fn"

@@ -76,7 +76,7 @@ class Keywords(TypedDict, total=False):
     num_points: int | Sequence[int]
     padding_mode: PaddingMode
     method: SamplingMethod
-    deterministic_sums: bool
+    deterministic_sums: bool | None
     implementation: Implementation | None
     forward_mode: bool
     use_4D_normalizer: bool
@@ -96,7 +96,7 @@ class Config:
     num_points: Any = 4  # in a layer P_l of each level
     padding_mode: PaddingMode = "zeros"
     method: SamplingMethod = "bilinear"
-    deterministic_sums: bool = True
+    deterministic_sums: bool | None = None
     implementation: Implementation | None = None
     forward_mode: bool = False
     use_4D_normalizer: bool = False

@@ -72,7 +72,7 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
     score_mod: Callable[..., Any] | None = eqx.field(static=True)
     rotary: Rotary | None = eqx.field(static=True)
     precision: Any = eqx.field(static=True)
-    deterministic_sums: bool = eqx.field(static=True)
+    deterministic_sums: bool | None = eqx.field(static=True)
     save: str = eqx.field(static=True)
     implementation: Implementation | None = eqx.field(static=True)
     forward_mode: bool = eqx.field(static=True)
@@ -102,7 +102,7 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
         score_mod: Callable[..., Any] | None = None,
         rotary: Rotary | None = None,
         precision: Any = None,
-        deterministic_sums: bool = True,
+        deterministic_sums: bool | None = None,
         save: Save = "inputs",
         implementation: Implementation | None = None,
         forward_mode: bool = False,

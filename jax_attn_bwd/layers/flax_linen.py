@@ -78,7 +78,7 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
     mask_mod: Callable[..., Any] | None = None
     score_mod: Callable[..., Any] | None = None
     rotary: Rotary | None = None
-    deterministic_sums: bool = True
+    deterministic_sums: bool | None = None
     save: Save = "inputs"
     implementation: Implementation | None = None
     forward_mode: bool = False
@@ -390,7 +390,7 @@ class MultiScaleDeformableAttention(nn.Module):
     kernel_init: nn.initializers.Initializer = nn.initializers.xavier_uniform()
     padding_mode: PaddingMode = "zeros"
     method: SamplingMethod = "bilinear"
-    deterministic_sums: bool = True
+    deterministic_sums: bool | None = None
     implementation: Implementation | None = None
     forward_mode: bool = field(default=False, kw_only=True)  # the others keep their places
     use_4D_normalizer: bool = False

@@ -133,7 +133,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         mask_mod: Callable[..., Any] | None = None,
         score_mod: Callable[..., Any] | None = None,
         rotary: Rotary | None = None,
-        deterministic_sums: bool = True,
+        deterministic_sums: bool | None = None,
         save: Save = "inputs",
         implementation: Implementation | None = None,
         forward_mode: bool = False,

@@ -289,7 +289,7 @@ _lock = threading.Lock()
 def use_attention(
     *,
     implementation: Implementation | None = None,
-    deterministic_sums: bool = True,
+    deterministic_sums: bool | None = None,
     forward_mode: bool = False,
 ) -> Iterator[None]:
     """Puts this package's attention in place of Keras' own, for models as they are.

@@ -31,7 +31,7 @@ Layers are built from the arguments of their framework's, and `Keywords`:
   * `rotary`: a `jax_attn_bwd.Rotary`, which turns projected queries and keys by their positions,
     `query_positions` and `key_value_positions` of the call or the indices; in decoding the index in the
     cache;
-  * `deterministic_sums` (True): False lets a kernel add in any order where that is faster;
+  * `deterministic_sums` (None): that of `jax_attn_bwd.dot_product_attention`;
   * `implementation`: that of `jax_attn_bwd.dot_product_attention`;
   * `forward_mode` (False): also differentiable by `jax.jvp`, `jax.jacfwd` and `jax.linearize`, by a written
     rule; an `attention_fn` of the caller's is asked itself: `configured_attention_fn(forward_mode=True)`;
@@ -90,7 +90,7 @@ class LayerAttentionKeywords(TypedDict, total=False):
 class Keywords(LayerAttentionKeywords, total=False):
     """Lists what every layer may be given beside what its framework has; `attention_fn` takes all these."""
 
-    deterministic_sums: bool
+    deterministic_sums: bool | None
     implementation: Implementation | None
     forward_mode: bool
 

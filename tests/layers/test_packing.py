@@ -66,8 +66,8 @@ def test_attention_fn_takes_all_that_dense_attention_takes():
     options = dict(is_causal=True, local_window_size=2, logits_soft_cap=CAP, precision="highest", **TOKENS)
     got = attention_fn(*heads(2), **options, deterministic_sums=False)
     np.testing.assert_array_equal(got, dot_product_attention(*heads(2), **options))
-    with pytest.raises(TypeError, match="attention_fn: deterministic_sums must be a Python bool"):
-        attention_fn(*heads(), deterministic_sums=None)
+    with pytest.raises(TypeError, match="attention_fn: deterministic_sums must be None or a Python bool"):
+        attention_fn(*heads(), deterministic_sums=0)
     with pytest.raises(ValueError, match="key_value_segment_ids must be given together"):
         attention_fn(*heads(), query_segment_ids=TOKENS["query_segment_ids"])
 

@@ -58,7 +58,7 @@ def multi_scale_deformable_attention(
     padding_mode: PaddingMode = "zeros",
     method: SamplingMethod = "bilinear",
     normalize: Normalize | None = None,
-    deterministic_sums: bool = True,
+    deterministic_sums: bool | None = None,
     forward_mode: bool = False,
     implementation: Implementation | None = None,
     deterministic: bool | None = None,
@@ -94,9 +94,9 @@ def multi_scale_deformable_attention(
         level; no gradient of the locations.
       normalize: "softmax" takes `attention_weights` for logits, normalised over all L * P points;
         -inf masks a point.
-      deterministic_sums: the same bits in every run, on every platform. False lets a GPU add in any order, in
-        half the bytes and a sixth of the launches of a step as it is compiled for an H200, and export the
-        backward for a symbolic number of queries.
+      deterministic_sums: True gives the same bits in every run everywhere; None (the default) and False let
+        a GPU add in any order, in half the bytes and a sixth of the launches of a step as it is compiled for
+        an H200, and export the backward for a symbolic number of queries.
       forward_mode: also differentiable by `jax.jvp`, `jax.jacfwd` and `jax.linearize`, by a written rule.
       implementation: None picks the fastest that is proven on the device (`python -m jax_attn_bwd.check
         --enable`), else "xla"; a name runs that one or raises.

@@ -27,7 +27,7 @@ class Options:
     padding_mode: PaddingMode = "zeros"
     method: SamplingMethod = "bilinear"
     normalize: Normalize | None = None
-    deterministic_sums: bool = True
+    deterministic_sums: bool | None = None
 
     def levels(self) -> "Level":
         """Returns the level of each of the K sampling points."""
@@ -96,6 +96,6 @@ class MultiScaleDeformableAttentionKeywords(TypedDict, total=False):
     padding_mode: PaddingMode
     method: SamplingMethod
     normalize: Normalize | None
-    deterministic_sums: bool
+    deterministic_sums: bool | None
     implementation: Implementation | None
     deterministic: bool | None

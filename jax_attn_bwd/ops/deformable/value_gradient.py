@@ -247,7 +247,7 @@ def in_runs(options: Options, operands: Operands, dout: jax.Array) -> jax.Array:
     if not isinstance(Q, int):
         raise NotImplementedError(
             "multi_scale_deformable_attention: for a GPU, export the gradient of the value with a known "
-            "number of queries, or with deterministic_sums=False"
+            "number of queries, or without deterministic_sums=True"
         )
 
     # one group of levels after the other, in the same memory: the pixels of each are a part of dvalue

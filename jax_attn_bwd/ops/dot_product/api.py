@@ -73,7 +73,7 @@ def dot_product_attention(
     broadcast_dropout: bool = False,
     dropout_offset: Sequence[Any] | None = None,
     precision: Any = None,
-    deterministic_sums: bool = True,
+    deterministic_sums: bool | None = None,
     return_residual: bool = False,
     forward_mode: bool = False,
     implementation: Implementation | None = None,
@@ -138,13 +138,13 @@ def dot_product_attention(
         a block of the leading one can be described. Known ones lie in [0, 2^31); traced ones count
         modulo 2^32.
       precision: how matrix products are taken; None follows `jax_default_matmul_precision`.
-      deterministic_sums: False lets a kernel add in any order where that is faster. "cudnn" always does,
-        so `implementation=None` picks it only then.
+      deterministic_sums: True gives the same bits in every run everywhere; None (the default) wherever it
+        costs nothing, which is all but "cudnn"; False lets a kernel add in any order where that is faster.
       return_residual: return `(out, lse)`.
       forward_mode: also differentiable by `jax.jvp`, `jax.jacfwd` and `jax.linearize`, by a written rule.
       implementation: None picks the fastest that is proven on the device (`python -m jax_attn_bwd.check
-        --enable`), else "xla"; a name runs that one or raises with the reason. The page "What runs where"
-        tells what each of them takes.
+        --enable`), on a GPU that has none "cudnn" where it takes the call, else "xla"; a name runs that one
+        or raises with the reason. The page "What runs where" tells what each of them takes.
       deterministic: the former name of `deterministic_sums`, deprecated: in layers it is about dropout.
 
     Returns:

@@ -30,7 +30,7 @@ class Options:
     dropout_rate: float = 0.0
     broadcast_dropout: bool = False
     precision: Any = None
-    deterministic_sums: bool = True
+    deterministic_sums: bool | None = None
     score_mod: Callable[..., Any] | None = None
 
 
@@ -46,6 +46,7 @@ class KernelOptions(Options):
     def of(cls, options: Options, mask: Mask) -> "KernelOptions":
         """Joins the options of a call and the rules of its mask."""
         known = {field.name: getattr(options, field.name) for field in dataclasses.fields(Options)}
+        known["deterministic_sums"] = options.deterministic_sums is not False  # it costs next to nothing
         return cls(**known, **{name: getattr(mask, name) for name in mask_fields.RULES})
 
 
@@ -194,7 +195,7 @@ class AttentionKeywords(DropoutKeywords, total=False):
     logits_soft_cap: float | None
     broadcast_dropout: bool
     precision: Any
-    deterministic_sums: bool
+    deterministic_sums: bool | None
     implementation: Implementation | None
     deterministic: bool | None
 

@@ -103,7 +103,7 @@ def multi_head_attention(
     return_weights: bool = False,
     average_weights: bool = False,
     precision: Any = None,
-    deterministic_sums: bool = True,
+    deterministic_sums: bool | None = None,
     save: Save = "inputs",
     return_residual: bool = False,
     forward_mode: bool = False,
@@ -164,7 +164,7 @@ def multi_head_attention(
       return_weights: return `(out, weights)`.
       average_weights: with `return_weights`, their mean over the heads.
       precision: how matrix products are taken; None follows `jax_default_matmul_precision`.
-      deterministic_sums: False lets a kernel add in any order where that is faster.
+      deterministic_sums: that of the attention inside, as in `dot_product_attention`.
       save: what is kept for the backward beside the inputs, the heads' output `[..., T, N, Hv]` and its
         `lse`: "inputs" nothing (the projections are computed again), "qkv" the projected heads, "probs"
         those and the T x S probabilities. The gradients are the same.

@@ -13,12 +13,13 @@ from jax_attn_bwd import multi_scale_deformable_attention_bwd
 from jax_attn_bwd.ops.deformable import plan, value_gradient
 from jax_attn_bwd.ops.deformable.spec import Options
 
+IN_RUNS = {"deterministic_sums": True}
 CALLS = {
-    "border, ragged": {"padding_mode": "border", "num_points": (5, 0, 4), "normalize": "softmax"},
-    "discrete": {"method": "discrete"},
-    "zeros": {},
-    "border": {"padding_mode": "border"},
-    "any order": {"deterministic_sums": False},
+    "border, ragged": {"padding_mode": "border", "num_points": (5, 0, 4), "normalize": "softmax"} | IN_RUNS,
+    "discrete": {"method": "discrete"} | IN_RUNS,
+    "zeros": IN_RUNS,
+    "border": {"padding_mode": "border"} | IN_RUNS,
+    "any order": {},
 }
 
 
@@ -87,7 +88,7 @@ def test_the_tangent_of_the_weight_of_what_does_not_count_is_not_read(short_bloc
 def test_a_run_may_hold_all_samples():
     """5,000 samples in a cell, 20 of its blocks of blocks: what a run sums is spread over all of them."""
     arrays = sample(((1, 1),), Q=2500, M=1, D=1, P=2, spread=0.0)
-    assert_as_defined(arrays, 1e-11, spatial_shapes=((1, 1),))
+    assert_as_defined(arrays, 1e-11, spatial_shapes=((1, 1),), **IN_RUNS)
 
 
 @pytest.mark.parametrize("n", [1, pytest.param(9, marks=thorough), 28])
@@ -108,7 +109,7 @@ def test_a_cotangent_that_is_not_finite_reaches_its_own_pixels_alone(short_block
         "sampling_locations": jnp.asarray(at),
         "attention_weights": jnp.ones((1, 5, 1, 1, 1)),
     }
-    options = {"spatial_shapes": ((3, 4),), "padding_mode": padding, "wrt": "value"}
+    options = {"spatial_shapes": ((3, 4),), "padding_mode": padding, "wrt": "value"} | IN_RUNS
 
     @jax.jit
     @jax.vmap
@@ -135,7 +136,7 @@ def test_levels_are_taken_together_while_that_needs_little_memory():
 
 
 @thorough
-@pytest.mark.parametrize("options", [{}, {"normalize": "softmax"}], ids=str)
+@pytest.mark.parametrize("options", [IN_RUNS, {"normalize": "softmax"} | IN_RUNS, {}], ids=str)
 def test_second_order_is_that_of_other_platforms(monkeypatch, options):
     arrays = {name: jnp.asarray(x) for name, x in small().items()}
     dout = jnp.asarray(np.random.default_rng(3).standard_normal((B, Q, M * D)))
@@ -150,7 +151,7 @@ def test_second_order_is_that_of_other_platforms(monkeypatch, options):
 def test_vmap_over_one_array(batched):
     arrays = {name: jnp.asarray(x) for name, x in small().items()}
     arrays["dout"] = jnp.asarray(np.random.default_rng(3).standard_normal((B, Q, M * D)))
-    run = lambda arrays: first_order({"spatial_shapes": LEVELS})(arrays, arrays.pop("dout"))
+    run = lambda arrays: first_order({"spatial_shapes": LEVELS} | IN_RUNS)(arrays, arrays.pop("dout"))
     stacked = arrays | {batched: jnp.stack([arrays[batched], 0.9 * arrays[batched]])}
     axes = {name: 0 if name == batched else None for name in arrays}
     got = jax.vmap(lambda arrays: run(dict(arrays)), (axes,))(stacked)

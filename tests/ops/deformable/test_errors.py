@@ -129,7 +129,7 @@ FORWARD = rows(
      {"method": "default"}),
     ("normalize", ValueError, "normalize must be None or 'softmax', got True",
      {"normalize": True}),
-    ("deterministic_sums", TypeError, "deterministic_sums must be a Python bool, got int",
+    ("deterministic_sums", TypeError, "deterministic_sums must be None or a Python bool, got int",
      {"deterministic_sums": 1}),
     ("implementation_unknown", ValueError, "implementation must be None or one of .*, got 'cuda'",
      {"implementation": "cuda"}),

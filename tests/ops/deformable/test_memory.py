@@ -17,8 +17,8 @@ def test_only_the_inputs_are_saved():
     assert saved == sorted(x.size for x in arrays.values())
 
 
-@pytest.mark.parametrize("platform", ["cpu", "gpu"])
-def test_only_what_is_asked_is_computed(monkeypatch, platform):
+@pytest.mark.parametrize(("platform", "sums"), [("cpu", None), ("gpu", None), ("gpu", True)])
+def test_only_what_is_asked_is_computed(monkeypatch, platform, sums):
     """The gradient of the value reads no pixel; the others add to none."""
     monkeypatch.setattr("jax_attn_bwd._core.targets.platform", lambda: platform)
     arrays = sample()
@@ -26,7 +26,7 @@ def test_only_what_is_asked_is_computed(monkeypatch, platform):
     def counts(*wrt):
         jaxpr = jax.make_jaxpr(
             lambda dout: multi_scale_deformable_attention_bwd(
-                dout, spatial_shapes=LEVELS, wrt=wrt, implementation="xla", **arrays
+                dout, spatial_shapes=LEVELS, wrt=wrt, implementation="xla", deterministic_sums=sums, **arrays
             )
         )(jnp.zeros((1, 3, 4)))
         names = [equation.primitive.name for equation in equations(jaxpr.jaxpr)]

@@ -289,6 +289,9 @@ def test_a_float32_is_held_by_three_narrow_numbers(dtype):
 
 
 BIG = {**PLAIN, "key": array(1, 40000, 1, 64), "value": array(1, 40000, 1, 64), "query": array(1, 8, 1, 64)}
+LONG = array(8, 2**14, 16, 64)
+IDS = dict.fromkeys(("query_segment_ids", "key_value_segment_ids"), array(8, 2**14, dtype=I32))
+DOCUMENTS = dict.fromkeys(PLAIN, LONG) | IDS
 REFUSED = {
     "float32": (shapes(dtype=np.float32), {}, "multiplies bfloat16 and float16, not float32"),
     "bias": (
@@ -312,6 +315,12 @@ REFUSED = {
     "one": (shapes(T=1, S=1), {}, "no backward for one query and one key"),
     "keys": (BIG, {"mask": array(1, 40000, dtype=bool)}, "up to 32768 keys, got 40000"),
     "elements": ({name: array(64, 2**15, 16, 64) for name in PLAIN}, {}, "for 2147483648 elements of query"),
+    "documents": (DOCUMENTS, {}, "a bias of 4.0 GiB would be formed of what hides and adds, 2 are allowed"),
+    "documents, a bias by head": (
+        {**DOCUMENTS, "bias": array(1, 16, 1, 1)},
+        {},
+        "a bias of 64.0 GiB would be formed of what hides and adds, 2 are allowed",
+    ),
 }
 
 
@@ -323,13 +332,20 @@ def test_refusals_say_why(name):
     assert reason in found.refused[NAME]
 
 
-def test_where_it_can_run_it_is_asked_for_by_name_or_by_the_environment(monkeypatch):
+def test_what_the_caller_gave_may_be_of_any_size():
+    """Of `DOCUMENTS`, one of the eight entries by itself, and all of them beside a mask of their size."""
+    alone = {name: array(1, *x.shape[1:], dtype=x.dtype) for name, x in DOCUMENTS.items()}
+    beside = DOCUMENTS | {"mask": array(8, 1, 2**14, 2**14, dtype=bool)}
+    for arrays in (alone, beside):
+        assert jax_attn_bwd.explain(dot_product_attention, **arrays, platform="A100")[NAME] == "ok"
+
+
+def test_where_it_can_run_it_is_picked_or_named_by_the_environment(monkeypatch):
     for kind, size, runs in (("NVIDIA A100-SXM4-80GB", 128, True), ("NVIDIA H200", 256, True),
                              ("NVIDIA B200", 256, False), ("Tesla V100", 64, False)):  # fmt: skip
         with gpu(kind):
             found = jax_attn_bwd.explain(dot_product_attention, **shapes(H=size))
         assert (NAME not in found.refused) == runs, kind
-        assert found[NAME] != "ok"
     monkeypatch.setenv("JAX_ATTN_BWD_GPU_KERNELS", NAME)
     with gpu("NVIDIA A100-SXM4-80GB"):
         assert jax_attn_bwd.explain(dot_product_attention, **shapes())[NAME] == "ok"

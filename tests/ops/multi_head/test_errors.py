@@ -54,7 +54,7 @@ ERRORS = [
     error("logits_soft_cap must be positive, got 0.0", logits_soft_cap=0.0),
     error("logits_soft_cap must be a Python float", TypeError, logits_soft_cap=jnp.ones(())),
     error("precision must be None, a jax.lax.Precision", precision="exact"),
-    error("deterministic_sums must be a Python bool", TypeError, deterministic_sums=None),
+    error("deterministic_sums must be None or a Python bool", TypeError, deterministic_sums="no"),
 ]  # fmt: skip
 
 

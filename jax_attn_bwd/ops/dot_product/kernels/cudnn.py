@@ -48,10 +48,12 @@ from jax import lax
 from jax_attn_bwd._core import fusion, pallas, sharding, targets
 from jax_attn_bwd._core.numerics import fast_two_sum, to_rank
 from jax_attn_bwd._core.sharding import tie
+from jax_attn_bwd.ops.dot_product import mask as mask_fields
 from jax_attn_bwd.ops.dot_product import visibility
 from jax_attn_bwd.ops.dot_product.kernels import inputs as kernel_inputs
 from jax_attn_bwd.ops.dot_product.plan import Plan
 from jax_attn_bwd.ops.dot_product.spec import (
+    AXES,
     DotProductAttentionGrads,
     KernelOptions,
     Operands,
@@ -87,6 +89,8 @@ HIDDEN = {"bfloat16": -(2.0**41), "float16": -(2.0**15)}
 HUGE = 2.0**10  # a row whose largest bias is beyond is shifted to 0, so that nothing of it is below HIDDEN
 ELEMENTS = 2**31  # of query on a device; from there on dq and dk are silently wrong
 KEYS_WITH_BIAS = 2**15  # with more the backward reads beyond its memory
+MOST_FORMED = 2**31  # bytes of a bias that the caller did not give; the portable path forms none
+LEAST = {(10, 3): 91100}  # by compute capability, the oldest cuDNN that JAX runs there
 NOTHING = 2.0**100  # the lse of rows that see nothing: their P is 0
 # of the parts of c in the second call of the backward: float16 has few exponents
 WEIGHTS = {"bfloat16": (1.0, 1.0, 1.0), "float16": (2.0**12, 1.0, 2.0**-12)}
@@ -130,8 +134,34 @@ class Prepared(NamedTuple):
 def supports(call: Options, operands: Operands) -> str | None:
     """Returns why cuDNN cannot run this call; None if it can."""
     options = KernelOptions.of(call, operands.mask)
-    reason = unknown() or _of_options(options) or _of_operands(options, operands)
+    reason = unknown() or _of_library() or _of_options(options) or _of_operands(options, operands)
     return reason or kernel_inputs.sharded_sequence(operands)
+
+
+def _of_library() -> str | None:
+    """Returns the reason that lies in the library, of the GPU that is here; others are taken to have it."""
+    if pallas.is_interpreted(NAME) or not targets.is_here():
+        return None
+    found, least = version(), LEAST.get(targets.compute_capability(), 0)
+    if isinstance(found, str):
+        return found
+    if found < least:
+        card = f"{targets.device_kind()} needs cuDNN {_dotted(least)} or newer"
+        return f"{card}, and {_dotted(found)} is installed; `pip install -U nvidia-cudnn-cu13`"
+    return None
+
+
+@cache
+def version() -> int | str:
+    """Returns the version of cuDNN that JAX finds, 91002 for 9.10.2, or why it finds none."""
+    try:
+        return int(importlib.import_module("jax._src.lib").cuda_versions.cudnn_get_version())
+    except (ImportError, AttributeError, RuntimeError, TypeError) as error:
+        return f"JAX finds no cuDNN here ({error}); `pip install -U 'jax[cuda13]'` brings one"
+
+
+def _dotted(version: int) -> str:
+    return f"{version // 10_000}.{version // 100 % 100}"
 
 
 def _of_options(options: KernelOptions) -> str | None:
@@ -181,6 +211,8 @@ def _of_operands(options: KernelOptions, operands: Operands) -> str | None:
         return f"with a bias, mask, segments or positions it takes up to {KEYS_WITH_BIAS} keys, got {S}"
     spec = sharding.explicit_spec(q)
     shards = math.prod(sharding.axis_size(q, names) for names in spec if names is not None)
+    if plane and (formed := _formed(operands) // shards) > MOST_FORMED:
+        return f"a bias of {formed / 2**30:.1f} GiB would be formed of what hides and adds, 2 are allowed"
     if math.prod(q.shape[:-3]) * T * N * _head(operands) // shards >= ELEMENTS:
         return f"its dq and dk are wrong for {ELEMENTS} elements of query on a device and more"
     return None
@@ -195,6 +227,18 @@ def spans_plane(operands: Operands) -> bool:
     """Tells whether something hides, or adds, that cuDNN takes as a bias of T x S alone."""
     hides = operands.mask.has("elements", "query_segment_ids")
     return operands.bias is not None or hides or _by_position(operands)
+
+
+def _formed(operands: Operands) -> int:
+    """Counts the bytes of the bias that is formed; 0 where the caller gave as large an array."""
+    (*batch, T, N, _), S = operands.query.shape, operands.key.shape[-3]
+    hides = {name: operands.array(name) for name in ("bias", *mask_fields.AXES)}
+    given = {name: x for name, x in hides.items() if x is not None}
+    of_batch = any(math.prod(x.shape[: x.ndim - len(AXES[name])]) > 1 for name, x in given.items())
+    of_heads = {"bias", "elements"} & operands.arrays_with("n").keys()
+    elements = (math.prod(batch) if of_batch else 1) * (N if of_heads else 1) * T * S
+    is_given = any(given[name].size >= elements for name in {"bias", "elements"} & given.keys())
+    return 0 if is_given else elements * operands.query.dtype.itemsize
 
 
 def _by_position(operands: Operands) -> bool:
