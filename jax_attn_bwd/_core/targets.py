@@ -19,6 +19,7 @@ class Generation(NamedTuple):
     ran: str  # when and at which commit its kernels passed on such a device; "" = not yet
     capability: tuple[int, int] | None = None  # the least of a device of any other name that tells its own
     oldest_jax: tuple[int, ...] = ()  # on which they passed
+    traces: str = ""  # digest of the programs that passed; a test fails where the code's are others
 
 
 # Cards of data centers, of games, of workstations (a Quadro RTX is older), and what is built into machines.
@@ -28,7 +29,8 @@ _AMPERE = (
 )
 # By implementation, the newest last. Kernels are picked by themselves only where they are proven: by a user's
 # own record (`records`), or here. To turn a generation on for everyone, once `tests/gpu` has passed on such
-# a device (for TPUs `check --enable`): `ran="<date>, <commit that passed there>"`, and the JAX it passed on.
+# a device (for TPUs `check --enable`): `ran="<date>, <commit that passed there>"`, the JAX it passed on, and
+# the digest that `tests/gpu/traces.py` prints.
 GENERATIONS = {
     "mosaic_tpu": (Generation("tpu", r"TPU ?v?([5-9]|\d\d)", "a TPU v5e, v5p, v6e or TPU7x", ""),),
     "mosaic_gpu": (
@@ -39,10 +41,11 @@ GENERATIONS = {
             "a Hopper GPU (compute capability 9.0)",
             "2026-11-26, 391a32d",
             oldest_jax=(0, 11, 2),
+            traces="192ce6e6a31b",
         ),
     ),
     # A library that JAX's users run on all of these, whatever the JAX: `kernels/cudnn.py` knows its versions.
-    "cudnn": (Generation("cudnn", *_AMPERE, "2026-11-26, 391a32d", (8, 0)),),
+    "cudnn": (Generation("cudnn", *_AMPERE, "2026-11-26, 391a32d", (8, 0), traces="d4629354cf40"),),
 }
 CHIPS = {  # by the names of everyday speech: platform, kind of device
     "cpu": ("cpu", "cpu"),

@@ -15,9 +15,10 @@ On the first GPU of a generation, in this order, 15 minutes in all:
 
 Where the kernels of a generation pass 4 without a failure, its line in `GENERATIONS`, in
 `jax_attn_bwd/_core/targets.py`, is changed: `ran=""` becomes `ran="<date>, <commit>"`, with the oldest JAX on
-which they passed. From then on its kernels are picked on such GPUs without a record; where there is a record,
-it still decides. Where some fail, change nothing: the record of 3 serves that machine, and what 4 printed
-goes to whoever mends the kernels. `tests/bench/results/nvidia_h100.md` tells what was found on an H100.
+which they passed, and with the digest that `gpu.traces --write` prints. From then on its kernels are picked
+on such GPUs without a record; where there is a record, it still decides. Where some fail, change nothing: the
+record of 3 serves that machine, and what 4 printed goes to whoever mends the kernels.
+`tests/bench/results/nvidia_h100.md` tells what was found on an H100.
 
 `conftest.py` says how these tests are run without a GPU. float64 is computed on the CPU, by the definition.
 """
