@@ -75,10 +75,30 @@ def test_the_library_that_is_here_must_be_there_and_new_enough(monkeypatch):
     reason = lambda: jax_attn_bwd.explain(dot_product_attention, **PLAIN, platform="A100")[NAME]
     assert re.match("JAX finds no cuDNN here .*; `pip install", reason())  # that of this CPU
     for found, capability, words in (
-        (90800, (8, 0), "ok"),
-        (91000, (10, 3), "needs cuDNN 9.11 or newer, and 9.10 is installed"),
+        (90600, (8, 0), "ok"),
+        (90600, (12, 0), "cuDNN is 9.6.0: it does not know this GPU; `pip install -U nvidia-cudnn"),
+        (91001, (8, 9), "cuDNN is 9.10.1: its results are wrong"),
+        (91002, (10, 3), "cuDNN is 9.10.2: it does not know this GPU"),
         (91100, (10, 3), "ok"),
     ):
         monkeypatch.setattr(cudnn, "version", lambda found=found: found)
         monkeypatch.setattr("jax_attn_bwd._core.targets.compute_capability", lambda c=capability: c)
         assert words in reason()
+
+
+def test_what_a_version_has_wrong_is_refused(monkeypatch):
+    """Windows beside lengths over many keys; without lengths, keys whose number 128 does not divide."""
+    monkeypatch.setattr("jax_attn_bwd._core.targets.is_here", lambda: True)
+    lengths = {name: array(1, dtype=I32) for name in LENGTHS}
+    window = {"is_causal": True, "local_window_size": (30, 0)}
+    calls = {
+        "even": (shapes(T=64, S=1280), {}),
+        "odd": (shapes(T=64, S=1300), {}),
+        "odd, lengths": (shapes(T=64, S=1300) | lengths, {}),
+        "lengths, window": (shapes(T=64, S=1280) | lengths, window),
+    }
+    for version, wrong in ((91400, {"odd", "lengths, window"}), (91500, {"odd"}), (91501, set())):
+        monkeypatch.setattr(cudnn, "version", lambda found=version: found)
+        for name, (arrays, options) in calls.items():
+            reason = jax_attn_bwd.explain(dot_product_attention, **arrays, **options, platform="A100")[NAME]
+            assert reason.startswith("cuDNN is 9.1") == (name in wrong), (version, name)

@@ -90,11 +90,48 @@ HUGE = 2.0**10  # a row whose largest bias is beyond is shifted to 0, so that no
 ELEMENTS = 2**31  # of query on a device; from there on dq and dk are silently wrong
 KEYS_WITH_BIAS = 2**15  # with more the backward reads beyond its memory
 MOST_FORMED = 2**31  # bytes of a bias that the caller did not give; the portable path forms none
-LEAST = {(10, 3): 91100}  # by compute capability, the oldest cuDNN that JAX runs there
 NOTHING = 2.0**100  # the lse of rows that see nothing: their P is 0
 # of the parts of c in the second call of the backward: float16 has few exponents
 WEIGHTS = {"bfloat16": (1.0, 1.0, 1.0), "float16": (2.0**12, 1.0, 2.0**-12)}
 _DETERMINISTIC = re.compile(r"--xla_gpu_(deterministic_ops|exclude_nondeterministic_ops)(?!=(false|0)\b)\b")
+
+
+class _Known(NamedTuple):
+    """What the versions up to `last` lack, or have wrong, as their makers and users say."""
+
+    last: int  # 91002 is 9.10.2
+    where: Callable[[KernelOptions, Operands], bool]
+    words: str
+    first: int = 0
+
+
+def _is_card(*majors_and_minors: tuple[int, int]) -> Callable[..., bool]:
+    return lambda options, operands: targets.compute_capability() in majors_and_minors
+
+
+def _has_ends(operands: Operands) -> bool:
+    return operands.mask.has("query_seq_lengths", "key_value_seq_lengths") and not spans_plane(operands)
+
+
+_FAULTS = (
+    _Known(90699, _is_card((10, 0), (12, 0)), "it does not know this GPU"),
+    _Known(91099, _is_card((10, 3)), "it does not know this GPU"),
+    _Known(92499, _is_card((10, 7)), "it does not know this GPU"),
+    _Known(91001, lambda options, operands: True, "its results are wrong", first=91000),
+    _Known(
+        91400,
+        lambda options, operands: (
+            options.window is not None and _has_ends(operands) and operands.key.shape[-3] > 1024
+        ),
+        "it fails with windows and lengths over 1,024 keys",
+        first=91400,
+    ),
+    _Known(
+        91500,
+        lambda options, operands: operands.key.shape[-3] % 128 > 0 and not _has_ends(operands),
+        "its backward reads beyond keys whose number 128 does not divide",
+    ),
+)
 
 
 class Call(NamedTuple):
@@ -134,20 +171,20 @@ class Prepared(NamedTuple):
 def supports(call: Options, operands: Operands) -> str | None:
     """Returns why cuDNN cannot run this call; None if it can."""
     options = KernelOptions.of(call, operands.mask)
-    reason = unknown() or _of_library() or _of_options(options) or _of_operands(options, operands)
-    return reason or kernel_inputs.sharded_sequence(operands)
+    reason = unknown() or _of_options(options) or _of_operands(options, operands)
+    return reason or _of_library(options, operands) or kernel_inputs.sharded_sequence(operands)
 
 
-def _of_library() -> str | None:
-    """Returns the reason that lies in the library, of the GPU that is here; others are taken to have it."""
+def _of_library(options: KernelOptions, operands: Operands) -> str | None:
+    """Returns the reason that lies in the library, of the GPU that is here; others have the newest."""
     if pallas.is_interpreted(NAME) or not targets.is_here():
         return None
-    found, least = version(), LEAST.get(targets.compute_capability(), 0)
-    if isinstance(found, str):
+    if isinstance(found := version(), str):
         return found
-    if found < least:
-        card = f"{targets.device_kind()} needs cuDNN {_dotted(least)} or newer"
-        return f"{card}, and {_dotted(found)} is installed; `pip install -U nvidia-cudnn-cu13`"
+    for fault in _FAULTS:
+        if fault.first <= found <= fault.last and fault.where(options, operands):
+            dotted = f"{found // 10_000}.{found // 100 % 100}.{found % 100}"
+            return f"cuDNN is {dotted}: {fault.words}; `pip install -U nvidia-cudnn-cu13` brings a newer one"
     return None
 
 
@@ -158,10 +195,6 @@ def version() -> int | str:
         return int(importlib.import_module("jax._src.lib").cuda_versions.cudnn_get_version())
     except (ImportError, AttributeError, RuntimeError, TypeError) as error:
         return f"JAX finds no cuDNN here ({error}); `pip install -U 'jax[cuda13]'` brings one"
-
-
-def _dotted(version: int) -> str:
-    return f"{version // 10_000}.{version // 100 % 100}"
 
 
 def _of_options(options: KernelOptions) -> str | None:
@@ -258,24 +291,27 @@ def call_of(options: KernelOptions, operands: Operands, interpret: bool = False)
 def prepare(options: KernelOptions, operands: Operands) -> Prepared:
     """Prepares the arrays that cuDNN reads; what no query sees of keys and values is 0."""
     # q [B, T, N, H], k and v [B, S, K, H]
-    plane = spans_plane(operands)
+    plane, S = spans_plane(operands), operands.key.shape[-3]
     length = 2 if plane else 1
-    refs = kernel_inputs.inputs(options, operands, None, kernel_inputs.Padding(length, length, HEAD))
+    # Where half of the last 128 keys is left, rows whose stat is below -88 get NaN for dq beside a bias.
+    of_keys = 128 if plane and S % 128 == 64 else length
+    refs = kernel_inputs.inputs(options, operands, None, kernel_inputs.Padding(length, of_keys, HEAD))
     q, k, v = (kernel_inputs.pad(x, {-1: _head(operands)}) for x in (refs.q, refs.k, refs.v))
     arrays = Arrays(q, k, v)
     # what hides: by index alone, or all of it in one bias
     if not plane:
         return Prepared(_with_ends(arrays, refs.rows_end, refs.columns_end), None)
-    bias, shift = _plane(operands)
+    bias, shift = _plane(operands, k.shape[1] - S)
     return Prepared(arrays._replace(bias=bias), shift)
 
 
 def _with_ends(arrays: Arrays, rows_end: Any, columns_end: Any) -> Arrays:
     """Adds where rows and columns end, at 1 where a length is 0: cuDNN does not say what it makes of that.
 
-    These rows are mended later.
+    These rows are mended later. One query alone has ends, too: without them its dk and dv are NaN where its
+    stat is far below 0.
     """
-    if rows_end is None and columns_end is None:
+    if rows_end is None and columns_end is None and arrays.q.shape[1] > 1:
         return arrays
     B = arrays.q.shape[0]
 
@@ -287,10 +323,10 @@ def _with_ends(arrays: Arrays, rows_end: Any, columns_end: Any) -> Arrays:
     )
 
 
-def _plane(operands: Operands) -> tuple[jax.Array, jax.Array | None]:
-    """Returns (all that hides or adds, as a bias `[B|1, N|1, T, S]`; `Prepared.shift`)."""
+def _plane(operands: Operands, more_keys: int) -> tuple[jax.Array, jax.Array | None]:
+    """Returns (all that hides or adds, as a bias `[B|1, N|1, T, S]` of padded sizes; `Prepared.shift`)."""
     # who sees whom, [B|1, N|1, T, S]
-    (_, T, S, _, _), dtype = operands.sizes, operands.query.dtype
+    T, dtype = operands.query.shape[-3], operands.query.dtype
     hidden, shift = jnp.asarray(HIDDEN[str(dtype)], jnp.float32), None
     sees = _by_head(visibility.of_plane(operands.mask, operands.bias, operands.sizes), operands)
     # a bias far from 0 is shifted, row by row: what hides must stay far below what is seen
@@ -303,7 +339,7 @@ def _plane(operands: Operands) -> tuple[jax.Array, jax.Array | None]:
         top = jnp.where(is_huge, top, 0)
         bias = jnp.where(sees, jnp.maximum(bias - top, hidden), hidden)
         shift = jnp.swapaxes(top[..., 0], -1, -2)
-    widths = [(0, 0), (0, 0), (0, T % 2), (0, S % 2)]
+    widths = [(0, 0), (0, 0), (0, T % 2), (0, more_keys)]
     return jnp.pad(bias, widths, constant_values=HIDDEN[str(dtype)]).astype(dtype), shift
 
 
