@@ -24,9 +24,10 @@ class Generation(NamedTuple):
 
 # Cards of data centers, of games, of workstations (a Quadro RTX is older), and what is built into machines.
 _AMPERE = (
-    r"\b(A|L|H|GH|B|GB)\d+|\bGeForce RTX [3-9]0\d0|\bRTX .*(Ada|Blackwell)\b|\bRTX PRO\b|\b(Orin|Thor)\b",
+    r"\b(A|L|H|GH|B|GB)\d+|\bRTX [3-9]0[5-9]0\b|\bRTX .*(Ada|Blackwell)\b|\bRTX PRO\b|\b(Orin|Thor)\b",
     "an NVIDIA GPU of compute capability 8.0 or more",
 )
+_CARDS = r"(NVIDIA|Tesla|Quadro|GeForce|GTX|RTX|TITAN)\b"  # what names of NVIDIA's begin with
 # By implementation, the newest last. Kernels are picked by themselves only where they are proven: by a user's
 # own record (`records`), or here. To turn a generation on for everyone, once `tests/gpu` has passed on such
 # a device (for TPUs `check --enable`): `ran="<date>, <commit that passed there>"`, the JAX it passed on, and
@@ -128,12 +129,11 @@ def aimed_at(chip: str) -> AbstractContextManager:
     Raises:
       ValueError: it is neither.
     """
-    makers = {"NVIDIA": "gpu", "TPU": "tpu"}
-    maker = next((platform for word, platform in makers.items() if chip.startswith(word)), None)
-    if chip not in CHIPS and maker is None:
-        known = (*CHIPS, "a kind of device as its maker calls it, as NVIDIA L40S or TPU v6 lite")
+    is_gpu = re.match(_CARDS, chip) or re.match(_AMPERE[0], chip)
+    if chip not in CHIPS and not is_gpu and not chip.startswith("TPU"):
+        known = (*CHIPS, "a kind of device as its maker calls it, as L40S, GeForce RTX 4090 or TPU v6 lite")
         raise ValueError(f"explain: platform must be one of {known}, got {chip!r}")
-    platform, kind = CHIPS.get(chip, (str(maker), chip))
+    platform, kind = CHIPS.get(chip, ("gpu" if is_gpu else "tpu", chip))
     device = AbstractDevice(device_kind=kind, num_cores=None, platform=platform)
     mesh = jax.sharding.get_abstract_mesh()
     aimed = AbstractMesh(mesh.axis_sizes, mesh.axis_names, mesh.axis_types, abstract_device=device)

@@ -63,6 +63,13 @@ def test_it_runs_by_itself_on_every_card_whose_kernels_are_not_ours(kind):
                 assert picked(dot_product_attention, **arrays, **options) == name
 
 
+@pytest.mark.parametrize(
+    ("chip", "name"), [("L40S", NAME), ("GeForce RTX 4090", NAME), ("RTX 3060", NAME), ("Tesla T4", "xla")]
+)
+def test_cards_are_known_by_the_names_of_everyday_speech(chip, name):
+    assert picked(dot_product_attention, **PLAIN, platform=chip) == name
+
+
 def test_layers_and_exchanges_take_it_by_themselves():
     x, params = array(2, 128, 4, 64), jax_attn_bwd.MultiHeadAttentionParams()
     layer = lambda x: jax_attn_bwd.multi_head_attention(params, x, num_heads=4)
