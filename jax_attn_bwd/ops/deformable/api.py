@@ -95,8 +95,8 @@ def multi_scale_deformable_attention(
       normalize: "softmax" takes `attention_weights` for logits, normalised over all L * P points;
         -inf masks a point.
       deterministic_sums: True gives the same bits in every run everywhere; None (the default) and False let
-        a GPU add in any order, in half the bytes and a sixth of the launches of a step as it is compiled for
-        an H200, and export the backward for a symbolic number of queries.
+        a GPU add in any order (on an H100 a step of 300 queries took 0.107 ms instead of 0.369), and export
+        the backward for a symbolic number of queries.
       forward_mode: also differentiable by `jax.jvp`, `jax.jacfwd` and `jax.linearize`, by a written rule.
       implementation: None picks the fastest that is proven on the device (`python -m jax_attn_bwd.check
         --enable`), else "xla"; a name runs that one or raises.

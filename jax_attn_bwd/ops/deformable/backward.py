@@ -68,6 +68,8 @@ def _of_queries(
             grads["value"] = value_gradient.in_runs(options, operands, dout)
         elif loops.dvalue == "all points at once":
             grads["value"] = value_gradient.in_any_order(options, operands, dout)
+        elif loops.dvalue == "level by level":
+            grads["value"] = value_gradient.level_by_level(options, loops.merged, operands, dout)
         elif loops.dvalue == "pairs of pixels":
             grads["value"] = value_gradient.in_pairs(options, loops.paired_queries, operands, dout)
         elif corners is not None:
@@ -80,6 +82,8 @@ def _of_queries(
         if loops.dpoints == "all points at once":  # what these form lies where the value's did
             grads, operands, dout = fusion.barrier((grads, operands, dout))
             points = point_gradients.at_all_points(options, wanted, operands, dout)
+        elif loops.dpoints == "level by level":
+            points = point_gradients.level_by_level(options, wanted, loops.merged, operands, dout)
         elif corners is not None:
             points = point_gradients.at_corners(options, wanted, corners, operands, dout)
         else:

@@ -63,8 +63,20 @@ def sum_over_points(
     # all points at once
     if loops.output == "all points at once":
         at, weight = sampling.all_pixels(options, operands)
-        sums = [_sum_at_all_points(table, at.pixels, x) for table, x in terms(at, weight, *along)]
+        sum_of = partial(_sum_at_all_points, sampling.read_at_all_points)
+        sums = [sum_of(table, at.pixels, x) for table, x in terms(at, weight, *along)]
         return total(*sums).reshape(B, Q, M * D).astype(operands.value.dtype)
+
+    # all points of a level at once, heads in front: [B * M, Q, D] or [B, M, Q, D]
+    if loops.output == "level by level":
+        samples, sums = sampling.points(options, operands), []
+        for level in sampling.one_by_one(options, loops.merged):
+            some, numbers = jax.tree.map(level.of_points, (samples, tuple(along)))
+            at, sum_of = level.pixels_around(some), partial(_sum_at_all_points, sampling.read_level)
+            found = terms(at, some.weight, *numbers)
+            sums += [sum_of(level.of_pixels(table), at.pixels, x) for table, x in found]
+        out = sampling.heads_behind(total(*sums), B, loops.merged)
+        return out.reshape(B, Q, M * D).astype(operands.value.dtype)
 
     # or point by point: what a point adds to all queries and heads, [B, Q, M, D] or [B, M, Q, D]
     def add_point(out, point):
@@ -93,15 +105,21 @@ def sum_over_points(
 
 
 def _sum_at_all_points(
-    table: jax.Array, pixels: Sequence[jax.Array], factors: Sequence[jax.Array]
+    read: Callable[..., jax.Array],
+    table: jax.Array,
+    pixels: Sequence[jax.Array],
+    factors: Sequence[jax.Array],
 ) -> jax.Array:
-    """Returns the sum over points and corners of `factor * table` at the corner's pixel, [B, Q, M, D]."""
+    """Returns the sum over points and corners of `factor * table` at the corner's pixel, `[..., D]`.
+
+    Pixels and factors are `[..., K]`, of all points or of those of a level.
+    """
     sums = []
-    for first in range(0, max(1, factors[0].shape[3]), sampling.BLOCK):
+    for first in range(0, max(1, factors[0].shape[-1]), sampling.BLOCK):
         some = slice(first, first + sampling.BLOCK)
         terms = [
-            factor[..., some, None] * sampling.read_at_all_points(table, pixel[..., some], factor.dtype)
+            factor[..., some, None] * read(table, pixel[..., some], factor.dtype)
             for pixel, factor in zip(pixels, factors, strict=True)
         ]
-        sums.append(total(*terms).sum(3))
+        sums.append(total(*terms).sum(-2))
     return total(*sums)

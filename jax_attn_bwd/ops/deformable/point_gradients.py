@@ -1,8 +1,8 @@
 """The gradients of sampling points: equations (4) to (7) and (9) of `backward.py`.
 
 (4), the products <dout, value> at the corners, is taken point by point, on a CPU channel by channel or, of
-few samples, at all corners at once, and on a GPU at all points at once; kernels have their own. What follows
-from it is the same for all.
+few samples, at all corners at once, and on a GPU at all points at once, of many samples level by level;
+kernels have their own. What follows from it is the same for all.
 """
 
 from collections.abc import Collection, Sequence
@@ -18,7 +18,7 @@ from jax_attn_bwd._core.numerics import ceil_div, total
 from jax_attn_bwd._core.products import sum_of_products
 from jax_attn_bwd._core.sharding import full_like_operands
 from jax_attn_bwd.ops.deformable import sampling
-from jax_attn_bwd.ops.deformable.sampling import Corners, Pixels
+from jax_attn_bwd.ops.deformable.sampling import Corners, Pixels, Samples
 from jax_attn_bwd.ops.deformable.spec import Operands, Options
 
 _CHANNELS = 8  # channels that share one read of an index; 4 and 16 are slower
@@ -69,6 +69,21 @@ def at_all_points(
     read = lambda pixel: sampling.read_at_all_points(operands.value, pixel, dout.dtype)
     d = [(dout[:, :, :, None] * read(pixel)).sum(-1) for pixel in at.pixels]  # (4)
     return gradients(wanted, at, weight, d)  # (5) to (7)
+
+
+def level_by_level(
+    options: Options, wanted: Collection[str], merged: bool, operands: Operands, dout: jax.Array
+) -> PointGrads:
+    """Returns the points' gradients, [B, Q, M, K] each: all points of a level at once, heads in front."""
+    points, found = sampling.points(options, operands), []
+    rows = sampling.heads_in_front(dout, merged)[..., None, :]
+    for level in sampling.one_by_one(options, merged):
+        some = Samples(*map(level.of_points, points))
+        at, planes = level.pixels_around(some), level.of_pixels(operands.value)
+        d = [(rows * sampling.read_level(planes, pixel, dout.dtype)).sum(-1) for pixel in at.pixels]  # (4)
+        found.append(gradients(wanted, at, some.weight, d))  # (5) to (7)
+    joined = lambda *parts: sampling.heads_behind(jnp.concatenate(parts, -1), len(dout), merged)
+    return jax.tree.map(joined, *found)
 
 
 def at_corners(

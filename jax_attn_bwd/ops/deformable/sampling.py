@@ -1,9 +1,11 @@
 """Where a sampling point lies on its level, and the pixels around it.
 
 Arrays are [B, Q, M] for one sampling point of all queries and heads, [B, M, Q] where the caller has them so,
-or [B, Q, M, K] for all points.
+or [B, Q, M, K] for all points. Of a level by itself, they are [B, M, Q, P], or [B * M, Q, P].
 """
 
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -57,6 +59,52 @@ class Corners(NamedTuple):
     at: Pixels  # arrays [K, n]
     weight: jax.Array  # [K, n]
     rows: jax.Array  # int32 [C, K, n], of `value [B * S * M, D]`; B * S * M = outside
+
+
+class OneLevel(NamedTuple):
+    """A level by itself: batch and heads come in front, in one axis or in two."""
+
+    options: Options  # those of a call with this level alone
+    points: slice  # of the K points
+    pixels: slice  # of the axis S
+    merged: bool  # batch and heads in one axis
+
+    def of_points(self, x: jax.Array) -> jax.Array:
+        """Takes the level's part of `x [B, Q, M, K]`: [B, M, Q, P], or [B * M, Q, P]."""
+        return heads_in_front(x[..., self.points], self.merged)
+
+    def of_pixels(self, x: jax.Array) -> jax.Array:
+        """Takes the level's part of `x [B, S, M, D]`: [B, M, H * W, D], or [B * M, H * W, D]."""
+        return heads_in_front(x[:, self.pixels], self.merged)
+
+    def pixels_around(self, samples: Samples) -> Pixels:
+        """Finds the pixels around `samples` of the level, counted from its first."""
+        ((height, width),) = self.options.spatial_shapes
+        level = Level(*(np.array(n, np.int32) for n in (height, width, 0)))
+        return pixels_around(self.options, level, samples.x, samples.y)
+
+
+def one_by_one(options: Options, merged: bool) -> Iterator[OneLevel]:
+    """Yields the levels."""
+    first = start = 0
+    for shape, points in zip(options.spatial_shapes, options.num_points, strict=True):
+        (height, width), alone = shape, replace(options, spatial_shapes=(shape,), num_points=(points,))
+        end = start + height * width
+        yield OneLevel(alone, slice(first, first + points), slice(start, end), merged)
+        first, start = first + points, end
+
+
+def heads_in_front(x: jax.Array, merged: bool) -> jax.Array:
+    """Transposes `[B, n, M, ...]` to [B, M, n, ...], or to [B * M, n, ...]."""
+    B, n, M, *rest = x.shape
+    x = x.swapaxes(1, 2)
+    return x.reshape(B * M, n, *rest) if merged else x
+
+
+def heads_behind(x: jax.Array, B: int, merged: bool) -> jax.Array:
+    """Does what `heads_in_front` does, backwards."""
+    x = x.reshape(B, x.shape[0] // B, *x.shape[1:]) if merged else x
+    return x.swapaxes(1, 2)
 
 
 def compute_dtype(operands: Operands) -> jnp.dtype:
@@ -222,14 +270,25 @@ def read(value: jax.Array, pixel: jax.Array, heads_first: bool = False, mode: st
 
     With `heads_first`, M is in front of Q. With `mode="clip"`, what lies outside reads the last pixel.
     """
+    heads = (0, 1 if heads_first else 2)
+    return _read(value, pixel, 1, (0, 2), heads, mode)
+
+
+def _read(
+    value: jax.Array, pixel: jax.Array, axis: int, lead: tuple[int, ...], of_pixel: tuple[int, ...], mode: str
+) -> jax.Array:
+    """Reads `value [..., D]` at `pixel` of its `axis`.
+
+    Each index of its axes `lead` is read by what has that index on the axes `of_pixel` of `pixel`.
+    """
     numbers = lax.GatherDimensionNumbers(
         offset_dims=(pixel.ndim,),
-        collapsed_slice_dims=(1,),
-        start_index_map=(1,),
-        operand_batching_dims=(0, 2),
-        start_indices_batching_dims=(0, 1 if heads_first else 2),
+        collapsed_slice_dims=(axis,),
+        start_index_map=(axis,),
+        operand_batching_dims=lead,
+        start_indices_batching_dims=of_pixel,
     )
-    sizes = (1, 1, 1, value.shape[3])
+    sizes = (1,) * (value.ndim - 1) + (value.shape[-1],)
     return lax.gather(value, pixel[..., None], numbers, sizes, mode=mode, fill_value=0)
 
 
@@ -238,5 +297,14 @@ def read_at_all_points(value: jax.Array, pixel: jax.Array, dtype: Any) -> jax.Ar
 
     The select is in the loop that gathers; what a gather fills in, XLA:GPU looks up in a kernel of its own.
     """
-    rows = read(value, pixel, mode="clip").astype(dtype)
-    return jnp.where((pixel < value.shape[1])[..., None], rows, 0)
+    return _inside(read(value, pixel, mode="clip"), pixel, value.shape[1], dtype)
+
+
+def read_level(planes: jax.Array, pixel: jax.Array, dtype: Any) -> jax.Array:
+    """Reads the pixels of a level's `planes [..., n, D]` at `[..., Q, P]`, 0 outside: `[..., Q, P, D]`."""
+    lead = tuple(range(planes.ndim - 2))
+    return _inside(_read(planes, pixel, len(lead), lead, lead, "clip"), pixel, planes.shape[-2], dtype)
+
+
+def _inside(rows: jax.Array, pixel: jax.Array, pixels: int, dtype: Any) -> jax.Array:
+    return jnp.where((pixel < pixels)[..., None], rows.astype(dtype), 0)

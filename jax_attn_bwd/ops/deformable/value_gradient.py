@@ -1,7 +1,7 @@
 """The gradient of the value, equation (8) of `backward.py`, added up in the way that suits the device.
 
 `point_by_point` is the portable loop, `at_corners` the same sum at once, for a CPU and few samples, and
-`in_any_order` for a GPU.
+`in_any_order` for a GPU; there `level_by_level` takes many samples.
 
 **In pairs**, on a CPU: each step adds to two pixels, one head after the other. The two pixels of a row of a
 cell lie one behind the other, so one addition reaches both. Where one of them is outside the level it falls
@@ -59,6 +59,21 @@ def in_any_order(options: Options, operands: Operands, dout: jax.Array) -> jax.A
     return _add(zeros, at, sampling.scales(at, weight), dout[:, :, :, None])
 
 
+def level_by_level(options: Options, merged: bool, operands: Operands, dout: jax.Array) -> jax.Array:
+    """Returns `dvalue [B, S, M, D]` from `dout [B, Q, M, D]`, added up in the order of the moment.
+
+    A scatter of a level and corner adds to one head's pixels after the other's: these lie side by side.
+    """
+    points, parts = sampling.points(options, operands), []
+    rows = sampling.heads_in_front(dout, merged)[..., None, :]
+    for level in sampling.one_by_one(options, merged):
+        some = Samples(*map(level.of_points, points))
+        at, planes = level.pixels_around(some), level.of_pixels(operands.value)
+        sums = full_like_operands(planes, planes.shape, 0, dout.dtype, (operands, dout))
+        parts.append(_add(sums, at, sampling.scales(at, some.weight), rows, tuple(range(planes.ndim - 2))))
+    return sampling.heads_behind(jnp.concatenate(parts, -2), len(dout), merged)
+
+
 def at_corners(corners: Corners, operands: Operands, dout: jax.Array, by_pixel: bool) -> jax.Array:
     """Returns `dvalue [B, S, M, D]` from `dout [B, Q, M, D]`: one sum of a row for each corner.
 
@@ -79,14 +94,21 @@ def at_corners(corners: Corners, operands: Operands, dout: jax.Array, by_pixel: 
     return fusion.barrier(sums.reshape(value.shape))
 
 
-def _add(dvalue: jax.Array, at: Pixels, scales: Sequence[jax.Array], dout: jax.Array) -> jax.Array:
+def _add(
+    dvalue: jax.Array,
+    at: Pixels,
+    scales: Sequence[jax.Array],
+    dout: jax.Array,
+    batch_axes: tuple[int, ...] = (0, 2),
+) -> jax.Array:
     """Adds `scale * dout [B, Q, M, D]` to `dvalue [B, S, M, D]` at each corner; what lies outside is dropped.
 
-    For all points, `dout` is `[B, Q, M, 1, D]`. The compiler orders the additions; on a GPU the order
-    differs from run to run.
+    For all points, `dout` is `[B, Q, M, 1, D]`. With other `batch_axes`, all have batch and heads there. The
+    compiler orders the additions; on a GPU the order differs from run to run.
     """
+    (axis,) = set(range(dvalue.ndim - 1)).difference(batch_axes)
     for pixel, scale in zip(at.pixels, scales, strict=True):
-        dvalue = _add_rows(dvalue, pixel[..., None], scale[..., None] * dout, (1,), (0, 2))
+        dvalue = _add_rows(dvalue, pixel[..., None], scale[..., None] * dout, (axis,), batch_axes)
     return dvalue
 
 

@@ -17,10 +17,14 @@ def test_only_the_inputs_are_saved():
     assert saved == sorted(x.size for x in arrays.values())
 
 
-@pytest.mark.parametrize(("platform", "sums"), [("cpu", None), ("gpu", None), ("gpu", True)])
-def test_only_what_is_asked_is_computed(monkeypatch, platform, sums):
+@pytest.mark.parametrize(
+    ("platform", "sums", "many"),
+    [("cpu", None, None), ("gpu", None, None), ("gpu", True, None), ("gpu", None, 0)],
+)
+def test_only_what_is_asked_is_computed(monkeypatch, platform, sums, many):
     """The gradient of the value reads no pixel; the others add to none."""
     monkeypatch.setattr("jax_attn_bwd._core.targets.platform", lambda: platform)
+    monkeypatch.setattr(plan, "_LEVEL_ROWS", plan._LEVEL_ROWS if many is None else many)
     arrays = sample()
 
     def counts(*wrt):
