@@ -46,6 +46,7 @@ LAYERS = (
         "ops/*/spec",
         "ops/*/reference",
         "ops/graph/groups",
+        "ops/graph/segments",
         "ops/graph/loops",
         "ops/graph/placement",
     ),

@@ -12,7 +12,7 @@ from jax_attn_bwd.ops.graph import kinds
 from jax_attn_bwd.ops.graph.kinds import GAT, GATv2, Transformer
 from jax_attn_bwd.ops.graph.placement import laid_like_nodes
 from jax_attn_bwd.ops.graph.spec import ACTIVATIONS, Operands, Options
-from jax_attn_bwd.ops.graph.structure import BipartiteCSC
+from jax_attn_bwd.ops.graph.structure import BipartiteCSC, check_of_one_graph
 
 
 def prepare_additive(
@@ -156,6 +156,7 @@ def check_graph(operator: str, graph: Any) -> BipartiteCSC:
         raise ValueError(
             checks.message(operator, "graph", "be one graph", f"a stack of {stack} graphs", remedy)
         )
+    check_of_one_graph(operator, graph)
     return graph
 
 

@@ -5,7 +5,8 @@ only one row a group is scattered. A hub is many groups, a node without edges is
 destinations hold the edges that come in, groups of the sources those that go out.
 
 `arrays_of_known` builds them with NumPy; `arrays_of_traced` builds the same with JAX, so that the edges
-may be traced, and sorts the edges twice.
+may be traced, and sorts the edges twice. Off CPUs a graph carries its schedules, too: what passes and kernels
+would otherwise compute of it again in every call, where each step of that is a launch.
 """
 
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ from jax import lax
 from jax_attn_bwd._core import checks
 from jax_attn_bwd._core.numerics import ceil_div
 from jax_attn_bwd._core.trees import exportable_tuple
+from jax_attn_bwd.ops.graph.segments import Segments, last_not_above, segments
 
 LIMIT = 2**31 - 1  # the most that an int32 counts
 RUN = 256  # edges that one sum adds up in turn: its error grows with their number
@@ -55,6 +57,15 @@ def first_group_per_node(groups: Groups, nodes: int) -> FirstGroupPerNode:
     return FirstGroupPerNode(node[order[nodes:]], groups.other[order], groups.number[order])
 
 
+@exportable_tuple
+class Schedules(NamedTuple):
+    """What depends on a graph alone, beside its groups."""
+
+    by_destination: Segments
+    by_source: Segments
+    used: Any  # bool [num_src], which sources have an edge
+
+
 class Side(NamedTuple):
     """The nodes at one end of the edges, and how the edges are grouped by them."""
 
@@ -71,6 +82,7 @@ class Grouping(NamedTuple):
     room: int  # edges that there is room for
     exact: bool  # whether there are as many
     in_runs: bool  # whether the edges of a hub are summed in runs
+    in_segments: bool  # whether the graph carries the segments of kernels
 
 
 def _most_groups(cut: Grouping, side: Side) -> int:
@@ -125,10 +137,61 @@ def stable_order(x: np.ndarray) -> np.ndarray:
 def ends_of_edges(graph: Any) -> tuple[jax.Array, jax.Array]:
     """Returns (sources, destinations) of the edges in the caller's order; past their ends where none is."""
     position = jnp.arange(graph.capacity, dtype=jnp.int32)
-    node = jnp.searchsorted(graph.offsets, position, side="right").astype(jnp.int32) - 1
+    node = last_not_above(jnp, graph.offsets, position) - 1
     node = jnp.where(position < graph.offsets[-1], node, graph.num_dst)
     by_number = lambda x: jnp.zeros_like(x).at[graph.map_csc_to_coo].set(x, unique_indices=True)
     return by_number(graph.indices), by_number(node)
+
+
+def belong_together(graph: Any) -> bool:
+    """Tells whether the groups, runs and segments of a graph of NumPy arrays are those of its edges."""
+    # the ends of each edge, by number; past their ends where there is none
+    room, offsets, number = graph.capacity, graph.offsets, graph.map_csc_to_coo
+    count = np.diff(offsets)
+    if len(count) != graph.num_dst or (count < 0).any() or not 0 == offsets[0] <= offsets[-1] <= room:
+        return False
+    if number.shape != (room,) or (np.sort(number) != np.arange(room)).any():
+        return False
+    node = np.pad(np.repeat(np.arange(graph.num_dst), count), (0, room - offsets[-1]), constant_values=-1)
+    src, dst = np.full(room + 1, -1), np.full(room + 1, -1)
+    src[number], dst[number] = np.where(node < 0, -1, graph.indices), node
+
+    # each edge is once in the groups of either side, and its ends are theirs
+    for groups, nodes, own, far in (
+        (graph.by_destination, graph.num_dst, dst, src),
+        (graph.by_source, graph.num_src, src, dst),
+    ):
+        held = groups.number[groups.number < room]
+        if (np.bincount(held, minlength=room) != (own[:room] >= 0)).any():
+            return False
+        exists = groups.number < room
+        owner = np.broadcast_to(groups.node[:, None], exists.shape)
+        if (np.diff(groups.node) < 0).any() or (own[held] != owner[exists]).any():
+            return False
+        if (far[held] != groups.other[exists]).any() or (own[held] >= nodes).any():
+            return False
+
+    # runs and segments, which these decide
+    owners, exists = graph.run_owners, node >= 0
+    run = node + np.arange(room) // RUN
+    if owners is not None and (owners[np.minimum(run, len(owners) - 1)] != node)[exists].any():
+        return False
+    return graph.schedules is None or any(
+        _alike(graph.schedules, _schedules_of(graph, exact)) for exact in (True, False)
+    )
+
+
+def _schedules_of(graph: Any, exact: bool) -> Schedules:
+    sides = ((graph.by_destination, graph.num_dst), (graph.by_source, graph.num_src))
+    into, out_of = (segments_of_groups(np, *side, graph.capacity, exact) for side in sides)
+    return Schedules(into, out_of, _used(np, graph.num_src, graph.indices))
+
+
+def _alike(one: Any, other: Any) -> bool:
+    structures: list[Any] = [jax.tree.structure(x) for x in (one, other)]
+    return structures[0] == structures[1] and all(
+        map(np.array_equal, jax.tree.leaves(one), jax.tree.leaves(other))
+    )
 
 
 # The same with NumPy and with JAX, `xp`, of edges sorted by node; those that do not exist are past the ends.
@@ -139,8 +202,8 @@ def _arrays(
 ) -> dict[str, Any]:
     """Builds the fields from the edges by destination, and from (their sources sorted, the order of that)."""
     source, order = by_source
-    incoming = _grouped(xp, cut, cut.dst, node, indices, number, cut.src.nodes)
-    outgoing = _grouped(xp, cut, cut.src, source, node[order], number[order], cut.dst.nodes)
+    incoming, into = _grouped(xp, cut, cut.dst, node, indices, number, cut.src.nodes)
+    outgoing, out_of = _grouped(xp, cut, cut.src, source, node[order], number[order], cut.dst.nodes)
     found = {
         "offsets": offsets,
         "indices": indices,
@@ -148,27 +211,40 @@ def _arrays(
         "by_destination": incoming,
         "by_source": outgoing,
         "run_owners": _run_owners(xp, cut, node),
+        "schedules": None,
     }
-    int32 = lambda x: jnp.asarray(x, jnp.int32)
+    if into is not None and out_of is not None:
+        found["schedules"] = Schedules(into, out_of, _used(xp, cut.src.nodes, source))
+    int32 = lambda x: jnp.asarray(x, None if x.dtype == bool else jnp.int32)
     return jax.tree.map(int32, found) | {"exact": cut.exact and incoming.number.shape[1] == 1}
+
+
+def _used(xp: Any, nodes: int, node: Any) -> Any:
+    """Tells which of the nodes have an edge, of the `node` of each; past the end there is none."""
+    return _put(xp.zeros(nodes, bool), node, xp.ones(node.shape, bool))
 
 
 def _starts(xp: Any, node: Any, nodes: int) -> Any:
     """Finds where the edges of each node start, and behind them where the last node's end."""
-    return xp.searchsorted(node, xp.arange(nodes + 1, dtype=np.int32)).astype(np.int32)
+    return last_not_above(xp, node, xp.arange(-1, nodes, dtype=np.int32))
 
 
-def _grouped(xp: Any, cut: Grouping, side: Side, node: Any, other: Any, number: Any, others: int) -> Groups:
+def _grouped(
+    xp: Any, cut: Grouping, side: Side, node: Any, other: Any, number: Any, others: int
+) -> tuple[Groups, Segments | None]:
     """Groups edges sorted by `node`: as few groups as needed if exact, else as many as that may need."""
     room, (nodes, width) = cut.room, side
     number = xp.where(node < nodes, number, room)
     if width == 1:
-        return Groups(node, other[:, None], number[:, None])
+        groups = Groups(node, other[:, None], number[:, None])
+        can_be_cut = cut.in_segments and nodes and room
+        return groups, segments_of_groups(xp, groups, nodes, room, cut.exact) if can_be_cut else None
 
     # where the groups of each node begin, and how many there are
     total = _most_groups(cut, side)
     start = _starts(xp, node, nodes)
-    count = xp.maximum((start[1:] - start[:-1] + width - 1) // width, 1)
+    degree = start[1:] - start[:-1]
+    count = xp.maximum((degree + width - 1) // width, 1)
     ends = xp.cumsum(count, dtype=np.int32)
     first = xp.concatenate([xp.zeros(1, np.int32), ends])
     total = int(first[-1]) if cut.exact else total
@@ -178,8 +254,20 @@ def _grouped(xp: Any, cut: Grouping, side: Side, node: Any, other: Any, number: 
     slot = (first[node] + rank // width) * width + rank % width
     slot = xp.where(node < nodes, slot, total * width)
     fill = lambda values, none: _put(xp.full(total * width, none, np.int32), slot, values)
-    owner = xp.searchsorted(ends, xp.arange(total, dtype=np.int32), side="right").astype(np.int32)
-    return Groups(owner, *(fill(*x).reshape(total, width) for x in ((other, others), (number, room))))
+    owner = last_not_above(xp, ends, xp.arange(total, dtype=np.int32))
+    groups = Groups(owner, *(fill(*x).reshape(total, width) for x in ((other, others), (number, room))))
+    can_be_cut = cut.in_segments and nodes and room
+    return groups, segments(xp, first[:-1] * width, degree, total * width, cut.exact) if can_be_cut else None
+
+
+def segments_of_groups(xp: Any, groups: Groups, nodes: int, capacity: int, exact: bool = False) -> Segments:
+    """Cuts edges, in groups by node, into segments; see `segments`."""
+    total, width = groups.other.shape
+    first = _starts(xp, groups.node, nodes)
+    empty = (groups.number >= capacity).sum(1, dtype=np.int32)  # slots of a group, all at its end
+    last = xp.where(first[1:] > first[:-1], empty[xp.maximum(first[1:] - 1, 0)], 0)
+    degree = (first[1:] - first[:-1]) * width - last
+    return segments(xp, first[:-1] * width, degree, total * width, exact)
 
 
 def _run_owners(xp: Any, cut: Grouping, node: Any) -> Any:

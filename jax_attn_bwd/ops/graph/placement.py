@@ -148,6 +148,8 @@ def over_pieces(
             owners = lax.dynamic_slice(owners, (first,), (graph.num_dst + runs + 1,))
         return function(replace(graph, **{side: own}, run_owners=owners, exact=False), shared)
 
+    graph = replace(graph, schedules=None)  # they are those of all edges
+
     # side by side, shares are summed on every device before each keeps its rows
     if pieces.mesh is None:
         arrays, axes = (graph, owners, shared, groups), (None, None, None, 0)
@@ -190,6 +192,8 @@ def sources_with_edges(graph: Any, src: jax.Array) -> jax.Array:
     pieces = (
         split.pieces_for_rows(src, 0, 1) if explicit_spec(src)[0] is not None and has_edges(graph) else None
     )
+    if pieces is None and graph.schedules is not None:
+        return graph.schedules.used
     if pieces is None:
         return jnp.zeros(graph.num_src, bool).at[_with_edges(graph)].set(True, mode="drop")
 
@@ -273,7 +277,7 @@ def edges_sharded_like_nodes(operands: Operands, pieces: Pieces) -> Any:
 
     by_destination = tied(graph.by_destination, graph.num_dst, graph.num_src)
     by_source = tied(graph.by_source, graph.num_src, graph.num_dst)
-    return replace(graph, by_destination=by_destination, by_source=by_source, exact=False)
+    return replace(graph, by_destination=by_destination, by_source=by_source, exact=False, schedules=None)
 
 
 def rows_sharded_like(x: Any, nodes: jax.Array) -> Any:

@@ -12,7 +12,7 @@ from jax_attn_bwd._core.numerics import accumulator_dtype
 from jax_attn_bwd._core.trees import exportable_dataclass
 from jax_attn_bwd._core.types import Array, Fill
 from jax_attn_bwd.ops.graph import groups, plan, reductions
-from jax_attn_bwd.ops.graph.groups import LIMIT, Groups, ends_of_edges
+from jax_attn_bwd.ops.graph.groups import LIMIT, Groups, Schedules, ends_of_edges
 
 FILLS = get_args(Fill)
 _LOOPS = "BipartiteCSC.with_self_loops"
@@ -40,6 +40,7 @@ class BipartiteCSC:
       map_csc_to_coo: int32 `[capacity]`, the number of each of these edges in the caller's order.
       by_destination, by_source: the same edges in groups.
       run_owners: int32, the destination of each run of edges that is summed apart; None if all are short.
+      schedules: what kernels need of the graph alone, made once; None if it was built for a CPU.
       num_src, num_dst: node counts.
       exact: whether every place of the groups holds an edge.
       aligned: whether destination i is source i, as self-loops and `dst=None` of an operator have it; not in
@@ -64,6 +65,7 @@ class BipartiteCSC:
     num_dst: int = field(metadata={"static": True})
     exact: bool = field(metadata={"static": True})
     aligned: bool = field(default=True, metadata={"static": True})
+    schedules: Schedules | None = None
 
     @property
     def capacity(self) -> int:
@@ -237,7 +239,7 @@ class BipartiteCSC:
             raise ValueError(checks.message(operator, "capacity", f"be at least nnz = {nnz}", capacity))
         grouping = plan.grouping(operator, num_src, num_dst, room, exact=capacity is None)
         found = groups.arrays_of_known(grouping, offsets, indices, number)
-        return cls(**found, num_src=num_src, num_dst=num_dst)
+        return _of_one_graph(cls(**found, num_src=num_src, num_dst=num_dst))
 
     @classmethod
     def from_coo(
@@ -310,7 +312,7 @@ class BipartiteCSC:
         _count(operator, "the number of edges", src.shape[0])
         grouping = plan.grouping(operator, num_src, num_dst, src.shape[0], exact=False)
         found = groups.arrays_of_traced(grouping, src, dst)
-        return cls(**found, num_src=num_src, num_dst=num_dst)
+        return _of_one_graph(cls(**found, num_src=num_src, num_dst=num_dst))
 
     @classmethod
     def from_edge_index(
@@ -490,6 +492,32 @@ def _check_permutation(operator: str, x: np.ndarray, n: int) -> np.ndarray:
         got = f"shape {x.shape}" if x.shape != (n,) else "other or repeated numbers"
         raise ValueError(checks.message(operator, "map_csc_to_coo", expected, got))
     return x
+
+
+# Whether the arrays of a graph belong together: those that a constructor made do.
+
+
+def _of_one_graph(graph: BipartiteCSC) -> BipartiteCSC:
+    object.__setattr__(graph, "_is_of_one_graph", True)  # no field: what is made of it is another object
+    return graph
+
+
+def check_of_one_graph(operator: str, graph: BipartiteCSC) -> None:
+    """Checks, where they can be read, that the groups and schedules of a graph are those of its edges.
+
+    That takes a few passes over the edges, once for each object that no constructor has made.
+    """
+    leaves = jax.tree.leaves(graph)
+    known = all(checks.is_array(x) and not isinstance(x, jax.core.Tracer) for x in leaves)
+    if getattr(graph, "_is_of_one_graph", False) or not known:
+        return
+    if not all(getattr(x, "is_fully_addressable", True) for x in leaves):
+        return
+    if not groups.belong_together(jax.tree.map(np.asarray, graph)):
+        expected = "hold groups and schedules of the edges that it has"
+        remedy = "its arrays are not to be replaced one by one: build a graph of the new edges"
+        raise ValueError(checks.message(operator, "the graph", expected, "those of others", remedy))
+    _of_one_graph(graph)
 
 
 # Self-loops: an edge from each node to itself, as PyTorch Geometric's layers add them by default.

@@ -12,6 +12,7 @@ from ops.graph.calls import FUNCTIONS, QUICK, D, H, inputs, normal, program, ran
 
 import jax_attn_bwd as jab
 from jax_attn_bwd import BipartiteCSC
+from jax_attn_bwd._core import targets
 from jax_attn_bwd.ops.graph import groups, plan
 
 
@@ -33,6 +34,16 @@ def test_as_numpy_builds_it(num_src, num_dst, nnz, width, monkeypatch):
     got = built(num_src, num_dst)(jnp.asarray(src), jnp.asarray(dst))
     assert got == expected
     assert (got.run_owners is not None) == (nnz > 16 * groups.RUN and width == 1)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_it_takes_no_loop(platform, monkeypatch):
+    """Where a launch costs microseconds, a binary search in a loop costs more than the rest."""
+    monkeypatch.setattr(targets, "platform", lambda: platform)
+    ends = jax.ShapeDtypeStruct((5000,), jnp.int32)
+    found = jax.jit(lambda src, dst: BipartiteCSC.from_traced(src, dst, 900, 800)).lower(ends, ends).as_text()
+    assert "stablehlo.sort" in found
+    assert "stablehlo.while" not in found
 
 
 @pytest.mark.parametrize("kind", [pytest.param(k, marks=[thorough] * (k != "gat")) for k in FUNCTIONS])

@@ -15,10 +15,10 @@ from ops.graph import calls
 from ops.graph.calls import FUNCTIONS, each_kind, every_kind, random_edges
 
 from jax_attn_bwd import BipartiteCSC, check, explain, graph_attention, graph_transformer_attention
-from jax_attn_bwd._core import pallas
-from jax_attn_bwd.ops.graph import plan
-from jax_attn_bwd.ops.graph.kernels import gpu_body
-from jax_attn_bwd.ops.graph.kernels.gpu_body import LENGTH, segments, settled
+from jax_attn_bwd._core import pallas, targets
+from jax_attn_bwd.ops.graph import plan, segments
+from jax_attn_bwd.ops.graph.kernels.gpu_body import segments_of, settled
+from jax_attn_bwd.ops.graph.segments import LENGTH
 
 NAME = "mosaic_gpu"
 WIDTH, NARROW = 128, 64  # the channels of four heads
@@ -45,12 +45,14 @@ def aimed_at(kind, capability=None):
         yield
 
 
-def small_graph(src=None, dst=None, num_src=7, num_dst=5, *, width=1, capacity=None):
-    """In groups of up to `width` edges: 1 as on a CPU, more as on a GPU."""
+def small_graph(src=None, dst=None, num_src=7, num_dst=5, *, width=1, capacity=None, carried=False):
+    """In groups of up to `width` edges, 1 as on a CPU, more as on a GPU; `carried`: with its schedules."""
     if src is None:
         src, dst = random_edges()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan, "group_width", lambda edges, nodes: width)
+        if carried:
+            patch.setattr(targets, "platform", lambda: "gpu")
         return BipartiteCSC.from_coo(src, dst, num_src, num_dst, capacity=capacity)
 
 
@@ -78,50 +80,76 @@ def values_and_gradients(kind, implementation, graph, arrays, wanted=None, **opt
     return jax.block_until_ready(run({name: arrays[name] for name in wanted or arrays}))
 
 
+@pytest.mark.parametrize("carried", [False, True])
 @pytest.mark.parametrize("width", [1, 8])
 @pytest.mark.parametrize("capacity", [None, 2000])
-def test_segments_hold_every_edge_once(width, capacity):
+def test_segments_hold_every_edge_once(width, capacity, carried):
+    """Those that a graph carries, and those that are cut in a call; as many as needed if none is padding."""
     rng = np.random.default_rng(0)
     src, dst = rng.integers(0, 40, 1500), rng.integers(0, 30, 1500)
     src[:600], dst[700:], dst[:256] = 3, 7, 9
     dst[dst == 29] = 0
-    graph = small_graph(src, dst, 40, 30, width=width, capacity=capacity)
-    cut = jax.jit(segments, static_argnums=(1, 2))
-    for by_node, nodes, near, far in ((graph.by_destination, 30, dst, src), (graph.by_source, 40, src, dst)):
-        at = jax.tree.map(np.asarray, cut(by_node, nodes, graph.capacity))
-        seen, spills = [], []
-        assert (np.diff(at.node) >= 0).all()
+    graph = small_graph(src, dst, 40, 30, width=width, capacity=capacity, carried=carried)
+    assert (graph.schedules is not None) == carried
+    cut = jax.jit(segments_of, static_argnums=1)
+    sides = (("by_destination", 30, dst, src), ("by_source", 40, src, dst))
+    for side, nodes, near, far in sides:
+        at, groups = jax.tree.map(np.asarray, (cut(graph, side), getattr(graph, side)))
+        number, other = groups.number.reshape(-1), groups.other.reshape(-1)
+        lengths = np.where(at.node < nodes, at.end - at.begin, -1)
+        assert (np.diff(lengths) <= 0).all()
+        assert lengths[0] <= LENGTH
         assert set(at.node) >= set(range(nodes))  # the rows of nodes without edges are written, too
+        seen, spills = [], []
+        assert at.spill is not None
         for node, begin, end, spill in zip(at.node, at.begin, at.end, at.spill, strict=True):
             if node == nodes:
                 continue
-            assert 0 <= end - begin <= LENGTH
-            numbers = at.number[begin:end]
+            numbers = number[begin:end]
             assert (near[numbers] == node).all()
-            assert (far[numbers] == at.other[begin:end]).all()
+            assert (far[numbers] == other[begin:end]).all()
             seen += [*numbers]
             assert (spill >= 0) == (np.bincount(near, minlength=nodes)[node] > LENGTH)
             if spill >= 0:
                 assert at.owner[spill] == node
                 spills.append(spill)
         assert sorted(seen) == list(range(1500))
-        assert spills == list(range(len(spills)))
+        assert sorted(spills) == list(range(len(spills)))
+        assert (np.diff(at.owner) >= 0).all()
         assert (at.owner[len(spills) :] == nodes).all()
+        if carried and capacity is None:
+            assert len(at.owner) == len(spills)
+            assert (at.node < nodes).all()
 
 
-def test_places_are_summed_in_order():
-    owner, parts = jnp.asarray([1, 1, 1, 4, 6, 6], jnp.int32), jnp.arange(12.0).reshape(6, 2)
-    got = settled(jnp.full((6, 2), jnp.nan), owner, parts)
-    assert np.isnan(np.asarray(got)[[0, 2, 3, 5]]).all()
-    np.testing.assert_array_equal(got[1], [6, 9])
-    np.testing.assert_array_equal(got[4], [6, 7])
+@pytest.mark.parametrize("how", ["running", "exact", "bounded"])
+def test_spills_are_put_together(how):
+    """By running sums where `jit` cut the segments, else by tables: of one level, of two, and of three."""
+    for counts in ([0, 3, 0, 0, 1, 0, 2], [2, 300, 0, 17], [0, 4097]):
+        nodes, parts = len(counts), np.where(np.array(counts) > 1, counts, 0)
+        owner = np.repeat(np.arange(nodes), parts)
+        x, room = np.random.default_rng(1).standard_normal((len(owner), 2)), 0 if how == "exact" else 5
+        expected = np.full((nodes, 2), 7.0)
+        for node in np.flatnonzero(parts):
+            expected[node] = x[owner == node].sum(0)
+        spills = len(owner) + room
+        found = (None, ())
+        if how != "running":
+            found = segments.tables_of(parts, spills, (spills + 3) * LENGTH, how == "exact")
+        owner = jnp.asarray(np.append(owner, np.full(room, nodes)), jnp.int32)
+        at = segments.Segments(
+            None, None, None, None, owner, *jax.tree.map(lambda x: jnp.asarray(x, jnp.int32), found)
+        )
+        x = np.append(x, np.full((room, 2), np.nan), 0)
+        got = jax.jit(settled)(jnp.full((nodes, 2), 7.0), at, x)
+        np.testing.assert_allclose(got, expected, 1e-12, 1e-12)
 
 
 @pytest.fixture
 def short_segments(monkeypatch):
     """Segments of three edges at most: most nodes have several."""
     jax.clear_caches()
-    monkeypatch.setattr(gpu_body, "LENGTH", 3)
+    monkeypatch.setattr(segments, "LENGTH", 3)
     yield
     jax.clear_caches()
 
@@ -130,11 +158,12 @@ def short_segments(monkeypatch):
 @thorough
 @every_kind
 @pytest.mark.parametrize("width", [WIDTH, NARROW])
+@pytest.mark.parametrize("carried", [False, True])
 @pytest.mark.usefixtures("interpreting", "short_segments")
-def test_nodes_of_several_segments_and_groups_of_several_edges(kind, width):
+def test_nodes_of_several_segments_and_groups_of_several_edges(kind, width, carried):
     """Groups are as graphs have them on a GPU; the weights are not asked for."""
-    graph = small_graph(width=2, capacity=30)
-    assert (segments(graph.by_source, 7, 30).spill >= 0).sum() > 4
+    graph = small_graph(width=2, capacity=None if carried else 30, carried=carried)
+    assert (segments_of(graph, "by_source").spill >= 0).sum() > 4
     arrays = inputs(kind, graph.capacity, width)
     got, expected = (values_and_gradients(kind, name, graph, arrays) for name in (NAME, "xla"))
     assert_trees_close(got, expected, 2e-6)

@@ -4,7 +4,7 @@
   sums what the source gets, (4) with (7), (9) or (11); what an edge gets is written to its row, and what its
   destination will get is handed on as a number of each head.
 * `graph_ddst` walks over the edges sorted by destination and sums (9) or (11) of the numbers handed to it and
-  the sources' rows. For gat those numbers are the gradient's terms themselves, and XLA sums them.
+  the sources' rows. For gat those numbers are the gradient's terms themselves.
 
 Bytes of an edge, counted as in `gpu_forward`, of both kernels together:
 
@@ -23,10 +23,11 @@ from jax.sharding import PartitionSpec
 from jax_attn_bwd._core import mosaic_gpu, pallas
 from jax_attn_bwd._core.sharding import match_type
 from jax_attn_bwd.ops.graph.kernels import gpu_body, gpu_kinds, gpu_walk
-from jax_attn_bwd.ops.graph.kernels.gpu_body import Body, Walked, inputs_of, segments, settled, spread
+from jax_attn_bwd.ops.graph.kernels.gpu_body import Body, Walked, inputs_of, segments_of, settled, spread
 from jax_attn_bwd.ops.graph.kinds.kind import Sums, Tables
 from jax_attn_bwd.ops.graph.plan import Plan
-from jax_attn_bwd.ops.graph.softmax import DestinationRows, destination_rows, sum_by_destination
+from jax_attn_bwd.ops.graph.segments import Segments
+from jax_attn_bwd.ops.graph.softmax import DestinationRows, destination_rows
 from jax_attn_bwd.ops.graph.spec import Cotangents, Options, Residuals
 
 
@@ -71,28 +72,28 @@ def _sums(
     options, E = plan.options, graph.capacity
     _, H, D = plan.kind.messages(t).shape
     # the pass by source, which leaves junk where there is no edge
-    at = segments(graph.by_source, graph.num_src, E)
+    at = segments_of(graph, "by_source")
     own = {"src": t.src} | ({} if t.message is None else {"message": t.message})
     other = {"dst": t.dst, "dout": saved.dout, "delta": saved.delta, "m": saved.m, "l": saved.l}
-    given = inputs_of(at, own, other, {"factor": z, "dw": saved.dweights}, t)
+    given = inputs_of(at, graph.by_source, own, other, {"factor": z, "dw": saved.dweights}, t)
     body = _source_body(options, need, None if t.edge is None else t.edge.dtype)
     found = gpu_walk.walk(body, given, graph.num_src, E, (H, D), interpret)
 
     exists = graph.exists[:, None]
     handed: Any = found.edges.get("handed")
-    sums = _by_node(found, at.owner)
+    sums = _by_node(found, at)
     dst = edge = a = None
     if need.a:
         a = jnp.where((at.node < graph.num_src)[:, None, None], found.segments["a"], 0).sum(0)
 
-    # the destinations: for gat a sum of numbers, else a pass of their own over what was handed on
-    if need.dst and options.kind == "gat":
-        dst = sum_by_destination(graph, handed, None, saved.m, plan.loops.in_order)
-    elif need.dst:
-        at = segments(graph.by_destination, graph.num_dst, E)
-        given = inputs_of(at, {"dst": t.dst}, {"src": t.src}, {"handed": handed}, t)
+    # the destinations, in a pass of their own over what was handed on
+    if need.dst:
+        at = segments_of(graph, "by_destination")
+        given = inputs_of(at, graph.by_destination, {"dst": t.dst}, {"src": t.src}, {"handed": handed}, t)
+        if options.kind == "gat":
+            given = given._replace(own={}, other={}, edge={"handed": handed}, shared={})
         body = _destination_body(options)
-        dst = _by_node(gpu_walk.walk(body, given, graph.num_dst, E, (H, D), interpret), at.owner)["dst"]
+        dst = _by_node(gpu_walk.walk(body, given, graph.num_dst, E, (H, D), interpret), at)["dst"]
 
     # by edge, 0 where there is none
     if need.edge:
@@ -101,10 +102,10 @@ def _sums(
     return Sums(a, handed, dst, edge, sums.get("message"), sums.get("src"))
 
 
-def _by_node(found: Walked, owner: jax.Array) -> dict[str, jax.Array]:
+def _by_node(found: Walked, at: Segments) -> dict[str, jax.Array]:
     """Returns the sums by node, those of nodes of several segments put together."""
     parts = found.spills
-    return {name: settled(x, owner, parts[name]) if parts else x for name, x in found.nodes.items()}
+    return {name: settled(x, at, parts[name]) if parts else x for name, x in found.nodes.items()}
 
 
 def _source_body(options: Options, need: Sums, edge_dtype: Any) -> Body:
@@ -164,13 +165,17 @@ def _source_body(options: Options, need: Sums, edge_dtype: Any) -> Body:
 
 def _destination_body(options: Options) -> Body:
     """Returns what an edge gives to its destination, of what was handed on."""
+    is_gat = options.kind == "gat"
 
     def step(own, edges, exists, carry):
         total = carry["dst"]
         for edge, one in zip(edges, exists, strict=True):
-            ends = gpu_kinds.Ends.of(own | edge, gpu_kinds.seen_by(edge))
-            share = gpu_kinds.pull(options, ends, own.get("a"), edge["handed"]).dst
+            share = edge["handed"]
+            if not is_gat:
+                ends = gpu_kinds.Ends.of(own | edge, gpu_kinds.seen_by(edge))
+                share = gpu_kinds.pull(options, ends, own.get("a"), share).dst
             total = total + spread(one, total) * share
         return {"dst": total}, [{}] * len(edges)
 
-    return Body("graph_ddst", step, rows={"dst": 0.0})
+    start = {"dst": 0.0}
+    return Body("graph_ddst", step, numbers=start if is_gat else {}, rows={} if is_gat else start)

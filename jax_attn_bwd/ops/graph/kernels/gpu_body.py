@@ -1,13 +1,8 @@
-"""The parts of a kernel of graph attention: a `Body`, functions of arrays in registers; segments; outputs.
+"""The parts of a kernel of graph attention: a `Body`, functions of arrays in registers; inputs; outputs.
 
 Two programs carry bodies out. Rows of 128 numbers and more have a warpgroup for each segment (`gpu_walk`),
 and the registers of a body are `[H]` and `[H, D]`; narrower ones share it (`gpu_lockstep`), and those are
-`[R, H]` and `[R, H, D]`, of R segments. All are float32.
-
-A segment is what one program walks over: up to 256 edges of one node. A node of many edges is several of
-them, so that a hub takes no longer than its edges would take elsewhere. What its segments find goes to spills
-in an array of its own and is summed there, in order: no atomics, and the same bits in every run. A node
-without edges is one segment of none, which writes the node's zeros.
+`[R, H]` and `[R, H, D]`, of R segments. All are float32. What a segment is `segments.py` tells.
 """
 
 from collections.abc import Callable
@@ -21,12 +16,12 @@ from jax.experimental.mosaic.gpu import fragmented_array
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_attn_bwd._core.numerics import segment_sums
-from jax_attn_bwd.ops.graph.groups import Groups
+from jax_attn_bwd.ops.graph.groups import Groups, segments_of_groups
 from jax_attn_bwd.ops.graph.kinds import Kind
 from jax_attn_bwd.ops.graph.kinds.kind import Tables
-from jax_attn_bwd.ops.graph.loops import Chunk
+from jax_attn_bwd.ops.graph.loops import Chunk, put, take
+from jax_attn_bwd.ops.graph.segments import Segments
 
-LENGTH = 256  # edges of a segment, at most
 EDGES = 4  # at a time
 ELEMENTS = 512  # of a block of heads, at most
 THREADS = 128  # of a warpgroup
@@ -35,65 +30,24 @@ WIDTHS = (8, 16, 32, 64, 128, 256)  # of a head
 Registers = dict[str, jax.Array]
 
 
-class Segments(NamedTuple):
-    """The edges of a graph, sorted by the nodes at one end; S segments, P slots of edges, X spills."""
-
-    node: jax.Array  # int32 [S], whose edges these are; past the end: there is no such segment
-    begin: jax.Array  # int32 [S], the first of its slots
-    end: jax.Array  # int32 [S], past the last of them
-    spill: jax.Array  # int32 [S], where the sums of a part of a node's edges go; -1: these are all of them
-    owner: Any  # int32 [X], the node of each spill, not decreasing; past the end: none. No kernel reads it
-    other: jax.Array  # int32 [P], the node at the other end
-    number: jax.Array  # int32 [P], of the edge in the caller's order
+def segments_of(graph: Any, side: str) -> Segments:
+    """Returns the segments that the graph carries, or cuts its edges here; `side` names its groups."""
+    if graph.schedules is not None:
+        return getattr(graph.schedules, side)
+    nodes = graph.num_dst if side == "by_destination" else graph.num_src
+    return segments_of_groups(jnp, getattr(graph, side), nodes, graph.capacity)
 
 
-def segments(groups: Groups, nodes: int, capacity: int) -> Segments:
-    """Cuts edges, in groups by node, into segments. S and X are bounds by the shapes, so every graph fits."""
-    # the slots of each node, `start` to `stop`, without the empty ones behind them: [nodes]
-    total, width = groups.other.shape
-    slots = total * width
-    first = jnp.searchsorted(groups.node, jnp.arange(nodes + 1, dtype=jnp.int32)).astype(jnp.int32)
-    empty = (groups.number >= capacity).sum(1, dtype=jnp.int32)  # slots of a group, all at its end
-    last = empty[jnp.maximum(first[1:] - 1, 0)]
-    start, stop = first[:-1] * width, first[1:] * width
-    stop = jnp.where(stop > start, stop - last, stop)
-    count = jnp.maximum((stop - start + LENGTH - 1) // LENGTH, 1)
-
-    # segments follow the nodes: which node each is of, and which of the node's it is, [S]
-    before = jnp.cumsum(count, dtype=jnp.int32) - count
-    position = jnp.arange(nodes + slots // LENGTH, dtype=jnp.int32)
-    node = jnp.searchsorted(before, position, side="right").astype(jnp.int32) - 1
-    rank = position - before[node]
-    exists = rank < count[node]  # the last node is found past its end, too
-    begin = start[node] + rank * LENGTH
-    end = jnp.minimum(begin + LENGTH, stop[node])
-
-    # parts of a node's edges have spills, in order, [X]
-    parts = jnp.where(count > 1, count, 0)
-    at = (jnp.cumsum(parts, dtype=jnp.int32) - parts)[node] + rank
-    shared = exists & (parts[node] > 0)
-    spills = 2 * (slots // LENGTH) if slots > LENGTH else 0  # at most 2 d / 256 for d > 256 edges
-    past = spills + position
-    owner = jnp.full(spills, nodes, jnp.int32)
-    owner = owner.at[jnp.where(shared, at, past)].set(node, mode="drop", unique_indices=True)
-    return Segments(
-        jnp.where(exists, node, nodes),
-        begin,
-        end,
-        jnp.where(shared, at, -1),
-        owner,
-        groups.other.reshape(-1),
-        groups.number.reshape(-1),
-    )
-
-
-def settled(x: jax.Array, owner: jax.Array, parts: jax.Array) -> jax.Array:
-    """Puts the sum of each owner's `parts`, added in order, in its row of `x`, by node."""
-    first, last = _ends(owner)
+def settled(x: jax.Array, at: Segments, parts: jax.Array) -> jax.Array:
+    """Puts the sum of each node's `parts`, added in a fixed order, in its row of `x`, by node."""
+    if at.hubs is not None:
+        for table in at.tables:
+            parts = take(parts, table).sum(1)
+        return put(x, at.hubs, parts[: at.hubs.shape[0]])
+    first, last = _ends(at.owner)
     sums = segment_sums(parts, jnp.expand_dims(first, tuple(range(1, parts.ndim))), axis=0)
-    past = x.shape[0] + 1 + jnp.arange(owner.shape[0], dtype=jnp.int32)  # distinct, and all dropped
-    rows = jnp.where(last, owner, past)
-    return x.at[rows].set(sums.astype(x.dtype), mode="drop", unique_indices=True)
+    past = x.shape[0] + 1 + jnp.arange(at.owner.shape[0], dtype=jnp.int32)  # distinct, and all dropped
+    return put(x, jnp.where(last, at.owner, past), sums)
 
 
 def _ends(owner: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -106,17 +60,20 @@ class Inputs(NamedTuple):
     """The arrays that a kernel reads: `[n, H]` or `[n, H, D]` by node or edge."""
 
     segments: Segments
+    ends: jax.Array  # int32 [P], of each slot the node at the edge's other end
+    numbers: jax.Array  # int32 [P], the number of the edge in the caller's order
     own: dict[str, jax.Array]  # of the node whose edges these are
     other: dict[str, jax.Array]  # of the node at an edge's other end
     edge: dict[str, jax.Array]  # of an edge, by its number
     shared: dict[str, jax.Array]  # [H, D], the same for all
 
 
-def inputs_of(at: Segments, own: dict, other: dict, edge: dict, t: Tables) -> Inputs:
+def inputs_of(at: Segments, groups: Groups, own: dict, other: dict, edge: dict, t: Tables) -> Inputs:
     """Collects the tables of a kernel, and what all of them read of an edge; what is None is left out."""
     edge = {"edge": t.edge, "bias": t.bias, **edge}
-    groups = (own, other, edge, {"a": t.a})
-    return Inputs(at, *({name: x for name, x in group.items() if x is not None} for group in groups))
+    given = (own, other, edge, {"a": t.a})
+    tables = ({name: x for name, x in group.items() if x is not None} for group in given)
+    return Inputs(at, groups.other.reshape(-1), groups.number.reshape(-1), *tables)
 
 
 def without_keys(t: Tables) -> Tables:

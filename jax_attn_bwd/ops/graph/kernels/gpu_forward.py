@@ -30,19 +30,12 @@ from jax_attn_bwd._core import mosaic_gpu, pallas
 from jax_attn_bwd._core.sharding import explicit_spec, full_like_operands
 from jax_attn_bwd.ops.graph import kinds, loops
 from jax_attn_bwd.ops.graph.kernels import gpu_body, gpu_kinds, gpu_walk
-from jax_attn_bwd.ops.graph.kernels.gpu_body import (
-    WIDTHS,
-    Body,
-    Segments,
-    inputs_of,
-    segments,
-    settled,
-    spread,
-)
+from jax_attn_bwd.ops.graph.kernels.gpu_body import WIDTHS, Body, inputs_of, segments_of, settled, spread
 from jax_attn_bwd.ops.graph.kinds.kind import Tables
-from jax_attn_bwd.ops.graph.loops import has_edges, own_rows, take
+from jax_attn_bwd.ops.graph.loops import has_edges, own_rows, put, take
 from jax_attn_bwd.ops.graph.placement import pieces_of_edges
 from jax_attn_bwd.ops.graph.plan import Plan
+from jax_attn_bwd.ops.graph.segments import Segments
 from jax_attn_bwd.ops.graph.softmax import result_of_sums
 from jax_attn_bwd.ops.graph.spec import Operands, Options, Result
 
@@ -90,14 +83,14 @@ def _results(options, interpret, operands):
     graph, kind = operands.graph, kinds.of(options)
     t = kind.tables(operands)
     z = gpu_body.factors_by_edge(kind, t, graph.capacity)
-    run = partial(_attend, options, interpret, graph.num_dst, graph.capacity)
+    run = partial(_attend, options, interpret)
 
-    def specs(walk, t, z):
+    def specs(graph, t, z):
         heads = kind.messages(t)[1]
         row, number = PartitionSpec(None, heads, None), PartitionSpec(None, heads)
         return {"out": row, "m": number, "l": number} | ({"s": number} if options.return_weights else {})
 
-    found = pallas.on_local_shards(run, specs, (graph.by_destination, gpu_body.without_keys(t), z))
+    found = pallas.on_local_shards(run, specs, (graph, gpu_body.without_keys(t), z))
     out, m, l = found["out"], found["m"], found["l"]
 
     # what is returned and saved
@@ -105,14 +98,14 @@ def _results(options, interpret, operands):
     return result_of_sums(options, operands, out, m, l, weights)
 
 
-def _attend(options: Options, interpret: bool, nodes: int, edges: int, walk: Any, t: Tables, z: Any) -> dict:
+def _attend(options: Options, interpret: bool, graph: Any, t: Tables, z: Any) -> dict:
     """Computes out `[num_dst, H, D]`, m, l `[num_dst, H]`, and scores `[E, H]` if weights are asked for."""
     _, H, D = kinds.of(options).messages(t).shape
-    at = segments(walk, nodes, edges)
-    inputs = inputs_of(at, own={"dst": t.dst}, other={"src": t.src}, edge={"factor": z}, t=t)
+    at, own, other = segments_of(graph, "by_destination"), {"dst": t.dst}, {"src": t.src}
+    inputs = inputs_of(at, graph.by_destination, own, other, {"factor": z}, t)
     if t.message is not None:
         inputs.other["message"] = t.message
-    found = gpu_walk.walk(_body(options), inputs, nodes, edges, (H, D), interpret)
+    found = gpu_walk.walk(_body(options), inputs, graph.num_dst, graph.capacity, (H, D), interpret)
     rows = found.nodes
     if found.spills:
         rows = _combined(at, rows, **found.spills)
@@ -160,15 +153,24 @@ def _body(options: Options) -> Body:
 
 
 def _combined(at: Segments, rows: dict, m: jax.Array, l: jax.Array, acc: jax.Array) -> dict:
-    """Adds to `rows` those of nodes of several segments, whose m, l and acc are in spills."""
+    """Puts in `rows` those of nodes of several segments, whose m, l and acc are in spills."""
+    if at.hubs is not None:
+        for table in at.tables:
+            shares = take(m, table, LOWEST)
+            m = shares.max(1)
+            decay = jnp.exp(shares - m[:, None])
+            l, acc = (take(l, table) * decay).sum(1), (take(acc, table) * decay[..., None]).sum(1)
+        m, l, acc = (x[: at.hubs.shape[0]] for x in (m, l, acc))
+        found = {"out": acc / jnp.where(l == 0, 1, l)[..., None], "m": m, "l": l}
+        return {name: put(rows[name], at.hubs, x) for name, x in found.items()}
     nodes = rows["m"].shape[0]
     top = jnp.full_like(rows["m"], LOWEST).at[at.owner].max(m, mode="drop", indices_are_sorted=True)
     owner = jnp.minimum(at.owner, nodes - 1)
     decay = jnp.exp(m - top[owner])
-    total = settled(rows["l"], at.owner, l * decay)
+    total = settled(rows["l"], at, l * decay)
     inverse = 1 / jnp.where(total == 0, 1, total)[owner]
     return {
-        "out": settled(rows["out"], at.owner, acc * (decay * inverse)[..., None]),
+        "out": settled(rows["out"], at, acc * (decay * inverse)[..., None]),
         "m": rows["m"].at[at.owner].set(top[owner], mode="drop", indices_are_sorted=True),
         "l": total,
     }

@@ -4,7 +4,7 @@ A program is one block of heads, `[H, D]` of 8 to 64 numbers, and R = 1024 / (H 
 eight neighbouring numbers of one head of one of them, so that a sum over D is up to three shuffles and a
 row is read by as many lanes as it fills. Each lane reads at an index of its own.
 
-Segments take turns by length, the longest first (`turns_of`), so that those of one program end together. One
+Segments come by length, the longest first, so that those of one program end together. One
 that ends sooner finds its last edge again, with a factor of 0; one without edges reads the rows of number 0
 and keeps nothing of them.
 
@@ -14,7 +14,7 @@ addition for each register. Interpreted, the same indices pick from the whole ar
 NaN, and is not written.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,14 +26,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from jax_attn_bwd._core import mosaic_gpu
 from jax_attn_bwd.ops.graph.kernels.gpu_body import (
     EDGES,
     THREADS,
     Body,
     Call,
     Inputs,
-    Segments,
     Walked,
     heads_of_block,
     registers,
@@ -44,25 +42,7 @@ _GLOBAL = 1  # the address space
 _WIDEST = 16  # bytes of a load
 
 
-class Turns(NamedTuple):
-    """The segments in the order in which programs take them."""
-
-    order: jax.Array  # int32 [programs * R], of segments; past the end: none
-    longest: jax.Array  # int32 [programs], the edges of the longest segment of each
-
-
-def turns_of(at: Segments, nodes: int, heads: tuple[int, int]) -> Turns:
-    """Orders the segments, the longest first; what is no segment comes last."""
-    S, R = at.node.shape[0], _together(*heads)
-    shorter = jnp.where(at.node < nodes, at.begin - at.end, 1)
-    position = lax.broadcasted_iota(jnp.int32, (S,), 0)
-    shorter, order = lax.sort((shorter, position), num_keys=1)
-    extra = (0, -S % R)
-    shorter, order = jnp.pad(shorter, extra, constant_values=1), jnp.pad(order, extra, constant_values=S)
-    return Turns(order, jnp.maximum(-shorter[::R], 0))
-
-
-def _together(H: int, D: int) -> int:
+def together(H: int, D: int) -> int:
     """Returns R, the segments of one program."""
     return THREADS * _HELD // (heads_of_block(H, D) * D)
 
@@ -71,7 +51,7 @@ class _Lanes:
     """Reads and writes of a program at an index of each segment, `[R]`: arrays `[R, height(, D)]`."""
 
     def __init__(self, H: int, D: int, first: jax.Array, interpret: bool):
-        height, R = heads_of_block(H, D), _together(H, D)
+        height, R = heads_of_block(H, D), together(H, D)
         row = registers(((R, height, D), (R // 4, height, D), (1, 1, _HELD)), (-9,), (-6, -5, -4))
         self.interpret, self.elements, self.first = interpret, D, first
         self.shapes = (R,), (R, height), (R, height, D)
@@ -113,23 +93,22 @@ class _Lanes:
         _scatter(ref, row, column, x, self.layouts[rank - 1], where, self.interpret)
 
 
-def program(body: Body, refs: Inputs, by_turns: Turns, outputs: Walked, call: Call) -> None:
-    """Carries out `body` for the segments of one turn and one block of heads."""
+def program(body: Body, refs: Inputs, outputs: Walked, call: Call) -> None:
+    """Carries out `body` for R segments and one block of heads."""
     nodes, (H, D), interpret = call
-    height, R = heads_of_block(H, D), _together(H, D)
+    height, R = heads_of_block(H, D), together(H, D)
     number, blocks = lax.axis_index("program"), jnp.int32(H // height)
-    turn, at = lax.div(number, blocks), refs.segments
+    start, at = lax.div(number, blocks) * R, refs.segments
     lanes = _Lanes(H, D, lax.rem(number, blocks) * height, interpret)
     S = at.node.shape[0]
 
     def chosen(condition):
         return jnp.where(condition, jnp.int32(1), jnp.int32(0))
 
-    # the segments of this turn, [R], their nodes and edges; one that does not exist reads row 0
-    order = by_turns.order.at[pl.ds(turn * R, R)]
-    segment = mosaic_gpu.load(order, layout=lanes.layouts[0], optimized=False)
+    # the segments of this program, [R], their nodes and edges; one that does not exist reads row 0
+    segment = lanes.iota(1, 0) + start
     known = jnp.minimum(segment, S - 1)
-    node, begin, end, spill = (lanes.index(ref, known) for ref in (at.node, at.begin, at.end, at.spill))
+    node, begin, end = (lanes.index(ref, known) for ref in (at.node, at.begin, at.end))
     exists = chosen(segment < S) * chosen(node < nodes)
     node, end = jnp.where(exists > 0, node, 0), jnp.where(exists > 0, end, begin)
     some = chosen(end > begin)
@@ -142,8 +121,8 @@ def program(body: Body, refs: Inputs, by_turns: Turns, outputs: Walked, call: Ca
     def step(k, carry):
         positions = [begin + (k * EDGES + u) for u in range(EDGES)]
         slots = [only_of(jnp.minimum(p, end - 1)) for p in positions]
-        others = [only_of(lanes.index(at.other, slot)) for slot in slots]
-        numbers = [only_of(lanes.index(at.number, slot)) if by_number else None for slot in slots]
+        others = [only_of(lanes.index(refs.ends, slot)) for slot in slots]
+        numbers = [only_of(lanes.index(refs.numbers, slot)) if by_number else None for slot in slots]
         read = [{n: lanes.load(ref, index) for n, ref in refs.other.items()} for index in others]
         for edge, index in zip(read, numbers, strict=True):
             edge |= {n: lanes.load(ref, index) for n, ref in refs.edge.items()}
@@ -154,21 +133,24 @@ def program(body: Body, refs: Inputs, by_turns: Turns, outputs: Walked, call: Ca
                 lanes.store(outputs.edges[n], index, x, where)
         return carry
 
-    # as many steps as the longest segment takes; a segment of no edge keeps what it starts with
+    # as many steps as the first segment takes, the longest; one of no edge keeps what it starts with
     begins = {**body.numbers, **body.rows}
-    start = {n: lanes.full(3 if body.is_row(n) else 2, value) for n, value in begins.items()}
-    count = lax.div(by_turns.longest[turn] + (EDGES - 1), jnp.int32(EDGES))
-    carry = lax.fori_loop(jnp.int32(0), count, step, start)
-    carry = {n: jnp.where(lanes.spread(some, x.ndim) > 0, x, start[n]) for n, x in carry.items()}
+    empty = {n: lanes.full(3 if body.is_row(n) else 2, value) for n, value in begins.items()}
+    count = lax.div(at.end[start] - at.begin[start] + (EDGES - 1), jnp.int32(EDGES))
+    carry = lax.fori_loop(jnp.int32(0), count, step, empty)
+    carry = {n: jnp.where(lanes.spread(some, x.ndim) > 0, x, empty[n]) for n, x in carry.items()}
     # whole nodes get their results, parts of a node their carry; where `exists` is 0 nothing is written
     for name, ref in outputs.segments.items():
         lanes.store(ref, known, carry[name], exists)
-    whole = exists * chosen(spill < 0)
+    whole = exists
+    if at.spill is not None:
+        spill = lanes.index(at.spill, known)
+        whole = exists * chosen(spill < 0)
+        for name, ref in outputs.spills.items():
+            lanes.store(ref, spill, carry[name], exists - whole)
     results = body.finish(carry)
     for name, ref in outputs.nodes.items():
         lanes.store(ref, node, results[name], whole)
-    for name, ref in outputs.spills.items():
-        lanes.store(ref, spill, carry[name], exists - whole)
 
 
 def _iota(shape: tuple[int, ...], axis: int, layout: Any, interpret: bool) -> jax.Array:

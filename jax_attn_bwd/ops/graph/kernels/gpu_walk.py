@@ -21,6 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_attn_bwd._core import mosaic_gpu
+from jax_attn_bwd._core.numerics import ceil_div
 from jax_attn_bwd._core.pallas import out_type, vary_alike
 from jax_attn_bwd.ops.graph.kernels import gpu_lockstep
 from jax_attn_bwd.ops.graph.kernels.gpu_body import (
@@ -55,7 +56,8 @@ def walk(
     """Runs `body` over every segment; `heads` are H and D of the rows."""
     # what each program leaves: by node, by part of a node, by edge and by segment
     S, X, (H, D) = inputs.segments.node.shape[0], inputs.segments.owner.shape[0], heads
-    inputs = vary_alike(inputs._replace(segments=inputs.segments._replace(owner=None)))
+    segments = inputs.segments._replace(owner=None, hubs=None, tables=())  # read when the kernel is done
+    inputs = vary_alike(inputs._replace(segments=segments))
     carried = {name: (jnp.float32, body.is_row(name)) for name in (*body.numbers, *body.rows)}
     summed = {name: kind for name, kind in carried.items() if name not in body.by_segment}
 
@@ -74,15 +76,14 @@ def walk(
     # a program for each segment, or for each turn of several, and for each block of heads
     narrow = is_narrow(H, D)
     blocks, program = H // heads_of_block(H, D), gpu_lockstep.program if narrow else _program
-    turns, programs = None, S
+    programs = S
     if narrow:
         inputs = inputs._replace(shared={name: x[None] for name, x in inputs.shared.items()})
-        turns = gpu_lockstep.turns_of(inputs.segments, nodes, heads)
-        programs = turns.longest.shape[0]
+        programs = ceil_div(S, gpu_lockstep.together(H, D))
 
-    def kernel(refs, turns, *out_refs):
+    def kernel(refs, *out_refs):
         outputs = jax.tree.unflatten(structure, out_refs)
-        program(body, refs, turns, outputs, Call(nodes, heads, interpret))
+        program(body, refs, outputs, Call(nodes, heads, interpret))
 
     run = mosaic_gpu.launch(
         kernel,
@@ -92,10 +93,10 @@ def walk(
         scratch=(),
         grid={"program": programs * blocks},
     )
-    return jax.tree.unflatten(structure, run(inputs, turns))
+    return jax.tree.unflatten(structure, run(inputs))
 
 
-def _program(body: Body, refs: Inputs, turns: None, outputs: Walked, call: Call) -> None:
+def _program(body: Body, refs: Inputs, outputs: Walked, call: Call) -> None:
     # the segment and the heads of this program
     nodes, (H, D), _ = call
     height = heads_of_block(H, D)
@@ -122,15 +123,15 @@ def _program(body: Body, refs: Inputs, turns: None, outputs: Walked, call: Call)
         # the node's own rows stay in registers
         own = {name: load(ref, node) for name, ref in refs.own.items()}
         own |= {name: load(ref) for name, ref in refs.shared.items()}
-        begin, end, spill = at.begin[segment], at.end[segment], at.spill[segment]
+        begin, end = at.begin[segment], at.end[segment]
         by_number = bool(refs.edge or outputs.edges)
 
         # four edges: their indices, then all loads, then the arithmetic, then what is written
         def step(k, carry):
             positions = [begin + k * EDGES + u for u in range(EDGES)]
             slots = [jnp.minimum(p, end - 1) for p in positions]
-            numbers = [at.number[slot] if by_number else None for slot in slots]
-            read = [{n: load(ref, at.other[slot]) for n, ref in refs.other.items()} for slot in slots]
+            numbers = [refs.numbers[slot] if by_number else None for slot in slots]
+            read = [{n: load(ref, refs.ends[slot]) for n, ref in refs.other.items()} for slot in slots]
             for edge, index in zip(read, numbers, strict=True):
                 edge |= {n: load(ref, index) for n, ref in refs.edge.items()}
             factors = [jnp.where(p < end, np.float32(1.0), np.float32(0.0)) for p in positions]
@@ -147,15 +148,18 @@ def _program(body: Body, refs: Inputs, turns: None, outputs: Walked, call: Call)
         for name, ref in outputs.segments.items():
             store(ref, segment, carry[name])
 
-        @pl.when(spill < 0)
-        def _whole():
+        def whole():
             results = body.finish(carry)
             for name, ref in outputs.nodes.items():
                 store(ref, node, results[name])
 
-        if outputs.spills:
+        if at.spill is None:
+            whole()
+            return
+        spill = at.spill[segment]
+        pl.when(spill < 0)(whole)
 
-            @pl.when(spill >= 0)
-            def _part():
-                for name, ref in outputs.spills.items():
-                    store(ref, spill, carry[name])
+        @pl.when(spill >= 0)
+        def _part():
+            for name, ref in outputs.spills.items():
+                store(ref, spill, carry[name])

@@ -1,0 +1,89 @@
+"""What a graph carries beside its edges: it stays with them, and arrays of other graphs are refused."""
+
+import pickle
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import thorough
+from ops.graph.calls import random_edges
+
+from jax_attn_bwd import BipartiteCSC, batch_graphs, edge_sum, graph_attention
+from jax_attn_bwd._core import targets
+
+
+@pytest.fixture(params=["cpu", "gpu"])
+def build(request, monkeypatch):
+    """`build(seed, **options) -> graph`, as on that platform."""
+
+    def made(seed=0, **options):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(targets, "platform", lambda: request.param)
+            graph = BipartiteCSC.from_coo(*random_edges(7, 7, 60, seed=seed), 7, 7, **options)
+        assert (graph.schedules is not None) == (request.param == "gpu")
+        return graph
+
+    return made
+
+
+def arrays():
+    rng = np.random.default_rng(0)
+    return jnp.asarray(rng.standard_normal((7, 8))), jnp.asarray(rng.standard_normal(16))
+
+
+def call(graph):
+    x, a = arrays()
+    return graph_attention(graph, x, None, a, num_heads=2, implementation="xla")
+
+
+def test_what_a_graph_carries_is_small(monkeypatch):
+    """Less than what it holds without, and little beside its edges where nodes have some tens of them."""
+    monkeypatch.setattr(targets, "platform", lambda: "gpu")
+    rng = np.random.default_rng(0)
+    graph = BipartiteCSC.from_coo(rng.integers(0, 1000, 13_000), rng.integers(0, 1000, 13_000), 1000, 1000)
+    size = lambda tree: sum(x.nbytes for x in jax.tree.leaves(tree))
+    assert 0 < size(graph.schedules) < 2 * size(graph.indices)
+    assert 2 * size(graph.schedules) < size(graph)
+
+
+PARTS = ("offsets", "indices", "map_csc_to_coo", "by_destination", "by_source", "schedules")
+
+
+@pytest.mark.parametrize("capacity", [None, pytest.param(80, marks=thorough)])
+@pytest.mark.parametrize("part", PARTS)
+def test_arrays_of_another_graph_are_refused(part, capacity, build):
+    """Wherever they can be read: in a call, and closed over by a compiled function."""
+    one, other = build(0, capacity=capacity), build(1, capacity=capacity)
+    mixed = replace(one, **{part: getattr(other, part)})
+    if getattr(one, part) is None:
+        call(mixed)
+        return
+    message = "the graph must hold groups and schedules of the edges that it has"
+    with pytest.raises(ValueError, match=f"graph_attention: {message}"):
+        call(mixed)
+    with pytest.raises(ValueError, match=f"graph_attention: {message}"):
+        jax.jit(lambda: call(mixed))()
+    with pytest.raises(ValueError, match=f"edge_sum: {message}"):
+        edge_sum(mixed, jnp.ones((mixed.capacity, 1)))
+
+
+def test_a_graph_stays_one(build):
+    """Through trees, `jit`, `device_put`, `pickle` and a batch of one."""
+    graph = build(capacity=70)
+    expected = call(graph)
+    ways = (
+        lambda graph: jax.tree.map(jnp.asarray, graph),
+        jax.jit(lambda graph: graph),
+        jax.device_put,
+        lambda graph: replace(graph, aligned=True),
+        lambda graph: pickle.loads(pickle.dumps(graph)),
+    )
+    for way in ways:
+        assert way(graph) == graph
+        np.testing.assert_array_equal(call(way(graph)), expected)
+    step = jax.jit(call)
+    np.testing.assert_array_equal(step(graph), step(way(graph)))
+    batch = batch_graphs([graph], capacity=70)
+    np.testing.assert_allclose(call(batch.graph), expected, 1e-12, 1e-12)
