@@ -123,7 +123,8 @@ def arrays_of_traced(cut: Grouping, src: jax.Array, dst: jax.Array) -> dict[str,
     position = jnp.arange(src.shape[0], dtype=jnp.int32)
     node, number = lax.sort_key_val(dst.astype(jnp.int32), position)
     indices = src.astype(jnp.int32)[number]
-    by_source, offsets = lax.sort_key_val(indices, position), _starts(jnp, node, num_dst)
+    starts = _starts(jnp, node, num_dst, in_loop=not cut.in_segments)
+    by_source, offsets = lax.sort_key_val(indices, position), starts
     return _arrays(jnp, cut, offsets, node, indices, number, by_source)
 
 
@@ -137,7 +138,7 @@ def stable_order(x: np.ndarray) -> np.ndarray:
 def ends_of_edges(graph: Any) -> tuple[jax.Array, jax.Array]:
     """Returns (sources, destinations) of the edges in the caller's order; past their ends where none is."""
     position = jnp.arange(graph.capacity, dtype=jnp.int32)
-    node = last_not_above(jnp, graph.offsets, position) - 1
+    node = last_not_above(jnp, graph.offsets, position, in_loop=graph.schedules is None) - 1
     node = jnp.where(position < graph.offsets[-1], node, graph.num_dst)
     by_number = lambda x: jnp.zeros_like(x).at[graph.map_csc_to_coo].set(x, unique_indices=True)
     return by_number(graph.indices), by_number(node)
@@ -224,9 +225,9 @@ def _used(xp: Any, nodes: int, node: Any) -> Any:
     return _put(xp.zeros(nodes, bool), node, xp.ones(node.shape, bool))
 
 
-def _starts(xp: Any, node: Any, nodes: int) -> Any:
+def _starts(xp: Any, node: Any, nodes: int, in_loop: bool = False) -> Any:
     """Finds where the edges of each node start, and behind them where the last node's end."""
-    return last_not_above(xp, node, xp.arange(-1, nodes, dtype=np.int32))
+    return last_not_above(xp, node, xp.arange(-1, nodes, dtype=np.int32), in_loop)
 
 
 def _grouped(
@@ -242,7 +243,8 @@ def _grouped(
 
     # where the groups of each node begin, and how many there are
     total = _most_groups(cut, side)
-    start = _starts(xp, node, nodes)
+    in_loop = not cut.in_segments
+    start = _starts(xp, node, nodes, in_loop)
     degree = start[1:] - start[:-1]
     count = xp.maximum((degree + width - 1) // width, 1)
     ends = xp.cumsum(count, dtype=np.int32)
@@ -254,7 +256,7 @@ def _grouped(
     slot = (first[node] + rank // width) * width + rank % width
     slot = xp.where(node < nodes, slot, total * width)
     fill = lambda values, none: _put(xp.full(total * width, none, np.int32), slot, values)
-    owner = last_not_above(xp, ends, xp.arange(total, dtype=np.int32))
+    owner = last_not_above(xp, ends, xp.arange(total, dtype=np.int32), in_loop)
     groups = Groups(owner, *(fill(*x).reshape(total, width) for x in ((other, others), (number, room))))
     can_be_cut = cut.in_segments and nodes and room
     return groups, segments(xp, first[:-1] * width, degree, total * width, cut.exact) if can_be_cut else None

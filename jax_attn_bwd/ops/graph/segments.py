@@ -98,10 +98,13 @@ def tables_of(parts: np.ndarray, spills: int, slots: int, exact: bool) -> tuple[
     return hubs, tables
 
 
-def last_not_above(xp: Any, ends: Any, position: Any) -> Any:
-    """Finds how many of the increasing `ends` are at or below each `position`, int32."""
+def last_not_above(xp: Any, ends: Any, position: Any, in_loop: bool = False) -> Any:
+    """Finds how many of the increasing `ends` are at or below each `position`, int32.
+
+    `in_loop` is for CPUs, where XLA takes half a minute to compile all steps of 500,000 edges one by one; on
+    a GPU a loop is two launches or more for each of them.
+    """
     if xp is np:
         return np.searchsorted(ends, position, side="right").astype(np.int32)
-    # not a loop, which is two launches or more for each halving
-    found = jnp.searchsorted(ends, position, side="right", method="scan_unrolled")
-    return found.astype(jnp.int32)
+    method = "scan" if in_loop else "scan_unrolled"
+    return jnp.searchsorted(ends, position, side="right", method=method).astype(jnp.int32)

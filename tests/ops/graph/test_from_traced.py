@@ -37,13 +37,13 @@ def test_as_numpy_builds_it(num_src, num_dst, nnz, width, monkeypatch):
 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
-def test_it_takes_no_loop(platform, monkeypatch):
-    """Where a launch costs microseconds, a binary search in a loop costs more than the rest."""
+def test_it_searches_in_a_loop_on_cpus_alone(platform, monkeypatch):
+    """On a GPU its launches would cost more than the rest; on a CPU all its steps take long to compile."""
     monkeypatch.setattr(targets, "platform", lambda: platform)
     ends = jax.ShapeDtypeStruct((5000,), jnp.int32)
     found = jax.jit(lambda src, dst: BipartiteCSC.from_traced(src, dst, 900, 800)).lower(ends, ends).as_text()
     assert "stablehlo.sort" in found
-    assert "stablehlo.while" not in found
+    assert ("stablehlo.while" in found) == (platform == "cpu")
 
 
 @pytest.mark.parametrize("kind", [pytest.param(k, marks=[thorough] * (k != "gat")) for k in FUNCTIONS])
