@@ -270,14 +270,14 @@ def read(value: jax.Array, pixel: jax.Array, heads_first: bool = False, mode: st
 
     With `heads_first`, M is in front of Q. With `mode="clip"`, what lies outside reads the last pixel.
     """
-    heads = (0, 1 if heads_first else 2)
-    return _read(value, pixel, 1, (0, 2), heads, mode)
+    numbers, sizes = _rows_of(value, pixel, 1, (0, 2), (0, 1 if heads_first else 2))
+    return lax.gather(value, pixel[..., None], numbers, sizes, mode=mode, fill_value=0)
 
 
-def _read(
-    value: jax.Array, pixel: jax.Array, axis: int, lead: tuple[int, ...], of_pixel: tuple[int, ...], mode: str
-) -> jax.Array:
-    """Reads `value [..., D]` at `pixel` of its `axis`.
+def _rows_of(
+    value: jax.Array, pixel: jax.Array, axis: int, lead: tuple[int, ...], of_pixel: tuple[int, ...]
+) -> tuple[lax.GatherDimensionNumbers, tuple[int, ...]]:
+    """Returns what a gather of `value [..., D]` at `pixel` of its `axis` takes, and what it reads at a time.
 
     Each index of its axes `lead` is read by what has that index on the axes `of_pixel` of `pixel`.
     """
@@ -288,8 +288,7 @@ def _read(
         operand_batching_dims=lead,
         start_indices_batching_dims=of_pixel,
     )
-    sizes = (1,) * (value.ndim - 1) + (value.shape[-1],)
-    return lax.gather(value, pixel[..., None], numbers, sizes, mode=mode, fill_value=0)
+    return numbers, (1,) * (value.ndim - 1) + (value.shape[-1],)
 
 
 def read_at_all_points(value: jax.Array, pixel: jax.Array, dtype: Any) -> jax.Array:
@@ -303,7 +302,9 @@ def read_at_all_points(value: jax.Array, pixel: jax.Array, dtype: Any) -> jax.Ar
 def read_level(planes: jax.Array, pixel: jax.Array, dtype: Any) -> jax.Array:
     """Reads the pixels of a level's `planes [..., n, D]` at `[..., Q, P]`, 0 outside: `[..., Q, P, D]`."""
     lead = tuple(range(planes.ndim - 2))
-    return _inside(_read(planes, pixel, len(lead), lead, lead, "clip"), pixel, planes.shape[-2], dtype)
+    numbers, sizes = _rows_of(planes, pixel, len(lead), lead, lead)
+    rows = lax.gather(planes, pixel[..., None], numbers, sizes, mode="clip")
+    return _inside(rows, pixel, planes.shape[-2], dtype)
 
 
 def _inside(rows: jax.Array, pixel: jax.Array, pixels: int, dtype: Any) -> jax.Array:
