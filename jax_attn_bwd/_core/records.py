@@ -25,6 +25,7 @@ KERNELS = "JAX_ATTN_BWD_KERNELS"  # environment variable: "none", or names in or
 GPU_KERNELS = "JAX_ATTN_BWD_GPU_KERNELS"  # environment variable, of GPUs alone: 1 is mosaic_gpu, 0 nothing
 CACHE = "JAX_ATTN_BWD_CACHE"  # environment variable: the folder of the records
 COMMAND = "python -m jax_attn_bwd.check --enable"
+SAME_BITS = ", the same bits"  # ends the name of a timed case with `deterministic_sums=True`
 _PACKAGE = Path(__file__).parents[1]
 _log = logging.getLogger("jax_attn_bwd")
 
@@ -182,7 +183,7 @@ def why_not_picked(
     reasons: dict[str, str] = {}
     rates: dict[str, tuple[float, str]] = {}
     for candidate in candidates:
-        found = _judged(candidate, kind)
+        found = _judged(candidate, kind, bool(deterministic_sums))
         if deterministic_sums and candidate.any_order and not isinstance(found, str):
             found = "it adds in any order; deterministic_sums=None lets it be picked"
         if isinstance(found, str):
@@ -204,8 +205,11 @@ def why_not_picked(
     return reasons
 
 
-def _judged(candidate: Candidate, kind: str) -> tuple[float, str] | str:
-    """Returns (its time beside that of "xla" at the nearest size, in words), or why it is not picked."""
+def _judged(candidate: Candidate, kind: str, same_bits: bool) -> tuple[float, str] | str:
+    """Returns (its time beside that of "xla" at the nearest size, in words), or why it is not picked.
+
+    `same_bits`: as "xla" computes what must repeat bit for bit, where that was timed by itself.
+    """
     # refuted
     known, name = record(kind, candidate.family), candidate.name
     if isinstance(known, Record) and name in known.kernels and (why := known.kernels[name].failed):
@@ -223,8 +227,9 @@ def _judged(candidate: Candidate, kind: str) -> tuple[float, str] | str:
     kernel, portable = known.kernels[name], known.kernels.get("xla", Kernel(None, {})).times
     if not (timed := kernel.times.keys() & portable.keys()):
         return f"it is proven on {kind}, but was not timed beside xla; `{COMMAND} {candidate.family}` does it"
-    size, own = candidate.size(), [case for case in timed if case.startswith(f"{candidate.operator}: ")]
-    case = min(sorted(own or timed), key=lambda case: size.distance(known.sizes[case]))
+    size, own = candidate.size(), {case for case in timed if case.startswith(f"{candidate.operator}: ")}
+    alike = {case for case in own or timed if case.endswith(SAME_BITS) == same_bits}
+    case = min(sorted(alike or own or timed), key=lambda case: size.distance(known.sizes[case]))
     rate = kernel.times[case] / portable[case]
     words = f"{kernel.times[case]:.3g} ms to {portable[case]:.3g} ms of xla at the nearest size, {case}"
     return (rate, words) if rate < 1 else f"it is proven on {kind}, but slower than xla: {words}"

@@ -4,6 +4,7 @@ import jax
 import numpy as np
 
 from jax_attn_bwd._core.cases import Case, Operator
+from jax_attn_bwd._core.records import SAME_BITS
 from jax_attn_bwd.ops.deformable import api, reference
 
 LEVELS = ((6, 4), (3, 5), (1, 1))  # not square: swapped axes show
@@ -75,10 +76,10 @@ def around(levels, everywhere):
     return replaced
 
 
-def detector(name, B, Q, levels, tags):
+def detector(name, B, Q, levels, tags, **options):
     """The encoder of a detector asks once for every pixel, around its own place; the decoder `Q` times."""
     sizes = {"B": B, "Q": Q or sum(h * w for h, w in levels), "M": 8, "D": 32, "levels": levels, "points": 4}
-    return case(name, **sizes, tags=tags, dtype="float32", extra=around(levels, Q is None))
+    return case(name, **sizes, tags=tags, dtype="float32", extra=around(levels, Q is None), **options)
 
 
 _COCO = ((100, 134), (50, 67), (25, 34), (13, 17))
@@ -105,6 +106,8 @@ CASES = (
     detector("encoder, B1, Q=5440", 1, None, SQUARE, _TIMED),
     detector("decoder, B1, Q=300", 1, 300, SQUARE, _TIMED),
     detector("encoder, B2, 100x134 to 13x17", 2, None, _COCO, _TIMED),
+    detector(f"encoder, B1, Q=5440{SAME_BITS}", 1, None, SQUARE, ("timed",), deterministic_sums=True),
+    detector(f"decoder, B1, Q=300{SAME_BITS}", 1, 300, SQUARE, ("timed",), deterministic_sums=True),
 )
 
 

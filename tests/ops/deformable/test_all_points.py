@@ -4,10 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_close, assert_trees_close, thorough
+from helpers import assert_close, thorough
 from ops.deformable.calls import assert_as_defined, operator, sample
-from ops.deformable.small import LEVELS, B, D, M, Q, first_order, second_order
-from ops.deformable.small import sample as small
 
 from jax_attn_bwd import multi_scale_deformable_attention_bwd
 from jax_attn_bwd.ops.deformable import plan, value_gradient
@@ -133,28 +131,3 @@ def test_levels_are_taken_together_while_that_needs_little_memory():
     assert groups((4, 4, 4, 4), 5440) == [range(3), range(3, 4)]
     assert groups((4, 4, 4, 4), 20000) == [range(2), range(2, 4)]
     assert groups((64, 0, 2), 20000) == [range(1), range(1, 3)]
-
-
-@thorough
-@pytest.mark.parametrize("options", [IN_RUNS, {"normalize": "softmax"} | IN_RUNS, {}], ids=str)
-def test_second_order_is_that_of_other_platforms(monkeypatch, options):
-    arrays = {name: jnp.asarray(x) for name, x in small().items()}
-    dout = jnp.asarray(np.random.default_rng(3).standard_normal((B, Q, M * D)))
-    options = {"spatial_shapes": LEVELS, **options}
-    got = second_order(options)(arrays, dout)
-    monkeypatch.setattr("jax_attn_bwd._core.targets.platform", lambda: "cpu")
-    assert_trees_close(got, second_order(options)(arrays, dout), 1e-12)
-
-
-@thorough
-@pytest.mark.parametrize("batched", ["value", "sampling_locations", "dout"])
-def test_vmap_over_one_array(batched):
-    arrays = {name: jnp.asarray(x) for name, x in small().items()}
-    arrays["dout"] = jnp.asarray(np.random.default_rng(3).standard_normal((B, Q, M * D)))
-    run = lambda arrays: first_order({"spatial_shapes": LEVELS} | IN_RUNS)(arrays, arrays.pop("dout"))
-    stacked = arrays | {batched: jnp.stack([arrays[batched], 0.9 * arrays[batched]])}
-    axes = {name: 0 if name == batched else None for name in arrays}
-    got = jax.vmap(lambda arrays: run(dict(arrays)), (axes,))(stacked)
-    for i in range(2):
-        expected = run({name: x[i] if name == batched else x for name, x in stacked.items()})
-        assert_trees_close(jax.tree.map(lambda x, i=i: x[i], got), expected, 1e-13)

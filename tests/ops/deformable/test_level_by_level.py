@@ -1,4 +1,7 @@
-"""Multi-scale deformable attention as a GPU takes many samples: level by level, heads in front."""
+"""Multi-scale deformable attention as a GPU takes many samples: level by level, heads in front.
+
+Second order and vmap also of its ways for few samples, and for the same bits.
+"""
 
 from dataclasses import replace
 
@@ -40,6 +43,18 @@ def on_a_gpu(monkeypatch):
 def merged(request, monkeypatch):
     """Batch and heads in one axis, or in two as where they may be sharded."""
     monkeypatch.setattr(plan, "_is_whole", lambda *_: request.param)
+
+
+FORMS = ("merged", "apart", AT_ONCE, "sorted runs")
+
+
+@pytest.fixture(params=FORMS)
+def form(request, monkeypatch):
+    """Each way of a GPU; returns the options that ask for it."""
+    monkeypatch.setattr(plan, "_is_whole", lambda *_: request.param == "merged")
+    if request.param == AT_ONCE:
+        monkeypatch.setattr(plan, "_LEVEL_ROWS", 1 << 30)
+    return {"spatial_shapes": LEVELS, "deterministic_sums": request.param == "sorted runs"}
 
 
 def scatters(function, *arrays):
@@ -178,23 +193,23 @@ def test_tangents_are_those_of_the_definition(moving):
 
 
 @thorough
-@pytest.mark.usefixtures("merged")
 @pytest.mark.parametrize("options", [{"normalize": "softmax"}, {"padding_mode": "border"}], ids=str)
-def test_second_order_is_that_of_other_platforms(monkeypatch, options):
+def test_second_order_is_that_of_other_platforms(monkeypatch, form, options):
     arrays = {name: jnp.asarray(x) for name, x in small().items()}
     dout = jnp.asarray(np.random.default_rng(3).standard_normal((B, Q, M * D)))
-    options = {"spatial_shapes": LEVELS, **options}
+    options = form | options
     got = second_order(options)(arrays, dout)
     monkeypatch.setattr("jax_attn_bwd._core.targets.platform", lambda: "cpu")
     assert_trees_close(got, second_order(options)(arrays, dout), 1e-12)
 
 
 @thorough
+@pytest.mark.parametrize("form", ["merged", "sorted runs"], indirect=True)
 @pytest.mark.parametrize("batched", ["value", "sampling_locations", "dout"])
-def test_vmap_over_one_array(batched):
+def test_vmap_over_one_array(batched, form):
     arrays = {name: jnp.asarray(x) for name, x in small().items()}
     arrays["dout"] = jnp.asarray(np.random.default_rng(3).standard_normal((B, Q, M * D)))
-    run = lambda arrays: first_order({"spatial_shapes": LEVELS})(arrays, arrays.pop("dout"))
+    run = lambda arrays: first_order(form)(arrays, arrays.pop("dout"))
     stacked = arrays | {batched: jnp.stack([arrays[batched], 0.9 * arrays[batched]])}
     axes = {name: 0 if name == batched else None for name in arrays}
     got = jax.vmap(lambda arrays: run(dict(arrays)), (axes,))(stacked)

@@ -102,6 +102,7 @@ def test_what_a_version_has_wrong_is_refused(monkeypatch):
         "even": (shapes(T=64, S=1280), {}),
         "odd": (shapes(T=64, S=1300), {}),
         "odd, lengths": (shapes(T=64, S=1300) | lengths, {}),
+        "odd, one query": (shapes(T=1, S=1300), {}),
         "lengths, window": (shapes(T=64, S=1280) | lengths, window),
     }
     for version, wrong in ((91400, {"odd", "lengths, window"}), (91500, {"odd"}), (91501, set())):

@@ -110,7 +110,9 @@ def _is_card(*majors_and_minors: tuple[int, int]) -> Callable[..., bool]:
 
 
 def _has_ends(operands: Operands) -> bool:
-    return operands.mask.has("query_seq_lengths", "key_value_seq_lengths") and not spans_plane(operands)
+    """Tells whether ends are handed over, as `_with_ends` does."""
+    has_lengths = operands.mask.has("query_seq_lengths", "key_value_seq_lengths")
+    return (has_lengths or operands.query.shape[-3] == 1) and not spans_plane(operands)
 
 
 _FAULTS = (
