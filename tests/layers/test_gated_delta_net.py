@@ -121,6 +121,13 @@ def test_tangents_agree_with_the_gradients_of_the_definition(framework):
     assert_tangents_agree(layer.call, drawn(), *expected())
 
 
+@pytest.mark.parametrize("framework", frameworks("flax_linen"))
+def test_what_follows_moves_no_bit(framework):
+    params, x = drawn()
+    call = jitted(build(framework).call)
+    np.testing.assert_array_equal(call(params, x.at[:, 5:].multiply(-9.0))[:, :5], call(params, x)[:, :5])
+
+
 @pytest.mark.parametrize("framework", frameworks("flax_nnx"))
 def test_a_prompt_and_then_token_by_token_is_the_whole(framework):
     _, x = drawn()

@@ -87,7 +87,8 @@ def gated_delta_rule(
       log_decay: the logarithm of what the state is multiplied by before each token: `[..., T, N]` a number a
         head, `[..., T, N, H]` one a channel of the keys, `[N]` a constant of each head; None multiplies by 1.
         Floating, float32 beside narrow queries, too. -inf, and what underflows, makes the state 0. Above 0
-        the state grows, which is taken as it is.
+        the state grows, which is taken as it is; where all that is known lies in [0, 1], as decays do and
+        their logarithms do not, a warning says so.
       beta: `[..., T, N]`, floating, float32 beside narrow queries, too: the step of each correction, in
         [0, 1], or up to 2 for keys of length 1.
       initial_state: `[..., N, H, Hv]`, float32 (float64 for float64); None is 0.
@@ -116,8 +117,7 @@ def gated_delta_rule(
       lengths reaches no output and no gradient.
 
     Raises:
-      ValueError: shapes disagree, or an option is out of range; values of `log_decay` that are known lie all
-        in [0, 1], as decays do and their logarithms do not; a sequence is cut over an Explicit mesh.
+      ValueError: shapes disagree, or an option is out of range; a sequence is cut over an Explicit mesh.
       TypeError: an argument is of the wrong kind (mixed dtypes, a narrow state).
       NotImplementedError: the named implementation cannot run this call.
 

@@ -139,9 +139,8 @@ def _log_decay(operator: str, log_decay: Any, heads: tuple, H: Any) -> jax.Array
     if values is not None:
         least, greatest = float(np.min(values)), float(np.max(values))
         if least >= 0 and 0 < greatest <= 1:
-            expected = "be the logarithm of what the state is multiplied by, at most 0 where it decays"
-            got = f"values from {least:.3g} to {greatest:.3g}"
-            raise ValueError(checks.message(operator, "log_decay", expected, got, "write jnp.log(decay)"))
+            got = f"log_decay has values from {least:.3g} to {greatest:.3g}, by which the state grows"
+            checks.warn(f"{operator}: {got}; if they are decays, not their logarithms, write jnp.log(decay)")
     return x
 
 

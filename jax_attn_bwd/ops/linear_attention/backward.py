@@ -15,17 +15,15 @@ with R = b (V - K^ S0), so U = M R; without a delta rule dS0 has no third term. 
     dk_i = exp(c_i) dk^_i + sum_{j<i} b_i dA_ij exp(c_i - c_j) k_j                     (13)
          + exp(c_C - c_i) dk~_i + sum_{j>i} exp(c_j - c_i) (b_j dA_ji k_j + dP_ji q_j) + dP_ii q_i   (14)
 
-q_i, and k_i where (13) has it, come with the factor exp(c_i), k_i where (14) has it with exp(-c_i). So of
-each channel, or summed over those that share a decay,
-
-    dc_i = q_i dq_i + k_i (13) - k_i (14),   without dP_ii                             (15)
-    dc_C += sum_j k~_j dk~_j + exp(c_C) sum_v S0 dS1                                   (16)
-    dg_t = sum of dc_i over i >= t of the chunk, 0 where a part begins                 (17)
-
-(15) takes differences of large sums. Where channels share their decay, each sum is taken by itself:
+The decay of a token t moves what the state before the chunk gives to tokens from t on, what tokens before t
+give to the state behind it, and the pairs j < t <= i:
 
     dg_t = sum over j < t <= i of (dP_ij P_ij + dA_ij A_ij) + exp(c_C) sum S0 dS1
          + sum of <q^_i, dq^_i> + <k^_i, dk^_i> over i >= t + sum of <k~_j, dk~_j> over j < t          (18)
+
+of each channel, or summed over those that share a decay; 0 where a part begins. Each sum is taken by itself,
+that of the pairs from planes, or from the parts of (12) to (14) that halvings give (`decays.py`). Shorter is
+q dq - k dk, (15) to (17) of the notebook: a difference of large sums, of which a strong decay leaves nothing.
 
 With l2_norm_epsilon, q = s r x of the given x, r = (sum x^2 + epsilon)^-1/2: dx = s r (dq - rx <rx, dq>), and
 so for k. U and S0 are computed again from the state before the group, by (5) and (6).
@@ -42,10 +40,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_attn_bwd._core.numerics import accumulator_dtype, reduce_to, to_rank, total
+from jax_attn_bwd._core.numerics import accumulator_dtype, reduce_to, total
 from jax_attn_bwd._core.sharding import match_type, vary_over, varying
 from jax_attn_bwd.ops.linear_attention import layout
-from jax_attn_bwd.ops.linear_attention.decays import EARLIER, LATER, SharedDecays, across_token
+from jax_attn_bwd.ops.linear_attention.decays import EARLIER, LATER, SharedDecays, across_token, beside
 from jax_attn_bwd.ops.linear_attention.forward import (
     Inside,
     decayed,
@@ -57,7 +55,7 @@ from jax_attn_bwd.ops.linear_attention.forward import (
     zero_state,
 )
 from jax_attn_bwd.ops.linear_attention.layout import Part, part, unit_gradient
-from jax_attn_bwd.ops.linear_attention.matrix import dot_of, row_sums, strictly_lower, transposed
+from jax_attn_bwd.ops.linear_attention.matrix import Dot, dot_of, row_sums, strictly_lower, transposed
 from jax_attn_bwd.ops.linear_attention.plan import Plan
 from jax_attn_bwd.ops.linear_attention.spec import Residuals
 
@@ -163,23 +161,26 @@ def _of_tokens(
             rest = value - within.at_start.times(dot, through.before)
             found["beta"] = row_sums(through.dr * rest) + row_sums(da * within.kkt)
 
-    # inter and intra: (9), (10), (12) to (14); what a token reads of its own would only cancel in (15)
-    dreads = dot("iv,jv", through.dout, through.u)
-    own_share = None if isinstance(decays.pairs, SharedDecays) else row_sums(through.dout * through.u)
+    # inter and intra: (9), (10), (12) to (14); what a token reads of its own no decay moves
+    pairs, dreads = decays.pairs, dot("iv,jv", through.dout, through.u)
+    own_share = None if isinstance(pairs, SharedDecays) else row_sums(through.dout * through.u)
     rows = frozenset(("query", "key") if "log_decay" in wanted else wanted)
     of_states = _inter(plan, rows, own, through)
-    of_all = _intra(plan, own, query, dreads, dkkt, of_states)
+    terms = _terms(plan, rows, own, query, dreads, dkkt)
+    of_all = _intra(own, dot, terms, of_states, dkkt)
 
-    # (15) to (17), or (18)
+    # (18)
     if "log_decay" in wanted:
         passed = decays.whole * transposed(row_sums(through.before * through.dstate))  # [C = 1, H]
-        if isinstance(decays.pairs, SharedDecays):
-            of_pairs = dreads * within.reads
-            of_pairs = of_pairs if dkkt is None else of_pairs + dkkt * within.kkt
-            dg = _of_shared_decays(query, key, of_states, of_pairs, passed)
+        start, end = query * of_states.query, key * of_states.read
+        start = start if of_states.reader is None else start + key * of_states.reader
+        if isinstance(pairs, SharedDecays):
+            start, end, passed = map(row_sums, (start, end, passed))
+            planes = dreads * within.reads
+            of_pairs = across_token(planes if dkkt is None else planes + dkkt * within.kkt)
         else:
-            dg = _of_decays(query, key, of_all, key * of_states.read, passed)
-        found["log_decay"] = jnp.where(decays.restarts, 0, dg)
+            of_pairs = pairs.of_decays(dot, [(over, x, shares) for _, over, x, shares in terms])
+        found["log_decay"] = jnp.where(decays.restarts, 0, _of_decays(start, end, of_pairs, passed))
 
     # all value heads of a key head, then through the scale and the norm
     if "query" in wanted:
@@ -204,41 +205,46 @@ def _inter(plan: Plan, rows: frozenset[str], own: Part, through: Through) -> _Of
     return _OfRows(dq, reader, read)
 
 
-def _intra(
-    plan: Plan, own: Part, query: jax.Array, dreads: jax.Array, dkkt: Any, of_states: _OfRows
-) -> _OfRows:
-    """Adds the sums of (12) to (14) over the pairs of a chunk, whose cotangents are planes `[..., C, C]`."""
-    (dq, reader, read), pairs, dot = of_states, own.decays.pairs, dot_of(plan)
-    if dq is not None:
-        dq = dq + pairs.sums(dot, EARLIER, dreads, own.key)
-    if read is not None:
-        read = read + pairs.sums(dot, LATER, dreads, query)
-        if dkkt is not None and isinstance(pairs, SharedDecays):
-            reader = reader + pairs.both(dot, dkkt, own.key)
-        elif dkkt is not None:  # (15) takes them apart
-            read = read + pairs.sums(dot, LATER, dkkt, own.key)
-            reader = reader + pairs.sums(dot, EARLIER, dkkt, own.key)
-    return _OfRows(dq, reader, read)
+class _Term(NamedTuple):
+    """A sum over the pairs of a chunk that rows get."""
+
+    to: str  # a field of `_OfRows`
+    over: str  # the `EARLIER` or the `LATER` tokens
+    rows: jax.Array  # those that get it, of which (18) takes the product with it
+    shares: Any  # [C, H], or parts of it
 
 
-def _of_decays(
-    query: jax.Array, key: jax.Array, of_all: _OfRows, end: jax.Array, passed: jax.Array
-) -> jax.Array:
-    """Computes (15) to (17), `[..., C, H]`, from `end`, k dk~, and the state's own share, `[..., 1, H]`."""
-    dc = query * of_all.query - key * of_all.read
-    dc = dc if of_all.reader is None else dc + key * of_all.reader
-    is_last = jnp.arange(dc.shape[-2])[:, None] == dc.shape[-2] - 1
-    dc = dc + jnp.where(to_rank(is_last, dc.ndim), end.sum(-2, keepdims=True) + passed, 0)
-    return lax.cumsum(dc, key.ndim - 2, reverse=True)
+def _terms(
+    plan: Plan, rows: frozenset[str], own: Part, query: jax.Array, dreads: jax.Array, dkkt: Any
+) -> list[_Term]:
+    """Computes the sums of (12) to (14), from cotangents that are planes `[..., C, C]`."""
+    pairs, key, dot, found = own.decays.pairs, own.key, dot_of(plan), []
+
+    def add(to, over, rows, plane, x):
+        found.append(_Term(to, over, rows, pairs.shares(dot, over, plane, x)))
+
+    if "query" in rows:
+        add("query", EARLIER, query, dreads, key)
+    if "key" in rows:
+        add("read", LATER, key, dreads, query)
+        # where channels share their decay both sums of kkt are one product
+        if dkkt is not None and not isinstance(pairs, SharedDecays):
+            add("read", LATER, key, dkkt, key)
+            add("reader", EARLIER, key, dkkt, key)
+    return found
 
 
-def _of_shared_decays(
-    query: jax.Array, key: jax.Array, of_states: _OfRows, of_pairs: jax.Array, passed: jax.Array
-) -> jax.Array:
-    """Computes (18), `[..., C, 1]`, from the products with P and A of their cotangents, `[..., C, C]`."""
-    axis, start = key.ndim - 2, query * of_states.query
-    start = start if of_states.reader is None else start + key * of_states.reader
-    start, end, passed = map(row_sums, (start, key * of_states.read, passed))
-    before = jnp.concatenate([jnp.zeros_like(end[..., :1, :]), end[..., :-1, :]], axis)
-    dg = lax.cumsum(start, axis, reverse=True) + lax.cumsum(before, axis)
-    return dg + across_token(of_pairs) + passed
+def _intra(own: Part, dot: Dot, terms: list[_Term], of_states: _OfRows, dkkt: Any) -> _OfRows:
+    """Adds `terms` to what rows get through the states."""
+    found, pairs = of_states._asdict(), own.decays.pairs
+    for to, over, _, shares in terms:
+        found[to] = found[to] + pairs.added(over, shares)
+    if found["read"] is not None and dkkt is not None and isinstance(pairs, SharedDecays):
+        found["reader"] = found["reader"] + pairs.both(dot, dkkt, own.key)
+    return _OfRows(**found)
+
+
+def _of_decays(start: jax.Array, end: jax.Array, of_pairs: jax.Array, passed: jax.Array) -> jax.Array:
+    """Computes (18), `[..., C, X]`, from the products of rows and states and the sums over pairs."""
+    axis = start.ndim - 2
+    return lax.cumsum(start, axis, reverse=True) + lax.cumsum(beside(end, -1), axis) + of_pairs + passed

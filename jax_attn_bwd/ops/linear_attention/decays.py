@@ -11,18 +11,20 @@ earlier half of a stretch whose later half begins with token b,
 
     exp(c_i - c_j) = exp(c_i - c_b) exp(c_b - c_j),   j < b <= i                        (2)
 
-and neither is above 1. Each pair of tokens is parted by one halving. A decay of 0, or one that underflows,
-and the beginning of a document part what is before from what follows: there c is not summed, parts are
-counted, and tokens of different parts are nothing to one another.
+and neither is above 1 where states decay. Each pair of tokens is parted by one halving. A decay of 0, or one
+that underflows, and the beginning of a document part what is before from what follows: there c is not summed,
+parts are counted, and tokens of different parts are nothing to one another.
+
+The decay of a token t moves the pairs j < t <= i. In the halving that parts such a pair, t lies behind j in
+the earlier half, or in the later one up to i. So what moves with it is a sum over tokens of its own half, and
+nothing is taken away: in a difference of running sums, pairs that t does not part would hide it.
 
 On a CPU many small products are slow. There all halvings are taken at once, each as a product of whole chunks
-whose pairs that other halvings part are masked. And where every c is within 40 of h = c_C / 2, then h takes
-the place of c_b for all pairs: one product, of factors that may be above 1 but do not overflow. `lax.cond`
-decides which, when the program runs, where there is one CPU.
+whose pairs that other halvings part are masked. What is computed of a token never depends on what follows.
 """
 
-from collections.abc import Callable
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +32,7 @@ import numpy as np
 from jax import lax
 
 from jax_attn_bwd._core import fusion
-from jax_attn_bwd._core.numerics import any_of_batch, to_rank
+from jax_attn_bwd._core.numerics import to_rank
 from jax_attn_bwd.ops.linear_attention.matrix import (
     Dot,
     dot_of,
@@ -46,7 +48,6 @@ from jax_attn_bwd.ops.linear_attention.matrix import (
 from jax_attn_bwd.ops.linear_attention.plan import Plan
 
 _NEVER = -1e5  # the logarithm of what underflows, with any that it is added to
-_MILD = 40  # of c - h: its rounding is a few millionths, and no exponential overflows
 
 
 class Scaled(NamedTuple):
@@ -65,8 +66,8 @@ class Scaled(NamedTuple):
         return dot("ih,iv", self.rows, x if self.factor is None else self.factor * x)
 
 
-# What tokens of a chunk are to one another: five forms, all with `products` and `sums` as the first tells.
-EARLIER, LATER = "ij,jd", "ij,id"  # the tokens of pairs j < i that `sums` go over
+# What tokens of a chunk are to one another: three forms, all with the methods of the first but its last.
+EARLIER, LATER = "ij,jd", "ij,id"  # the tokens of pairs j < i that `shares` go over
 
 
 class SharedDecays(NamedTuple):
@@ -78,12 +79,20 @@ class SharedDecays(NamedTuple):
         """Returns <x_i, y_j>_G for j <= i, else 0, [C, C]."""
         return dot("id,jd", x, y) * self.plane
 
-    def sums(self, dot: Dot, over: str, plane: jax.Array, x: jax.Array) -> jax.Array:
+    def moved(self, dot: Dot, x: jax.Array, y: jax.Array, along: jax.Array) -> jax.Array:
+        """Returns the tangent of `products` as the logarithms move by `along`, [C, C]."""
+        return self.products(dot, x, y) * between_pairs(along)
+
+    def shares(self, dot: Dot, over: str, plane: jax.Array, x: jax.Array) -> jax.Array:
         """Returns the sums of plane_ij exp(c_i - c_j) x_j over the `EARLIER` j <= i, [C, X].
 
-        Or those of x_i over the `LATER` i >= j. The other forms leave i = j out.
+        Or those of x_i over the `LATER` i >= j. The other forms leave i = j out, and keep halvings apart.
         """
         return dot(over, plane * self.plane, x)
+
+    def added(self, over: str, shares: jax.Array) -> jax.Array:
+        """Returns the sums that `shares` has parts of, [C, X]."""
+        return shares
 
     def both(self, dot: Dot, plane: jax.Array, x: jax.Array) -> jax.Array:
         """Returns the sums over the earlier plus those over the later tokens, as one product."""
@@ -92,7 +101,7 @@ class SharedDecays(NamedTuple):
 
 
 class Halved(NamedTuple):
-    """Decays of channels of any strength: of each halving the factors of its halves, (2), small ones first.
+    """Decays of channels: of each halving the factors of its halves, (2), small ones first.
 
     `halves`: (earlier, later), each [C / (2 size), size, X].
     """
@@ -104,18 +113,43 @@ class Halved(NamedTuple):
             dot("id,jd", half_of(x, 1, later) * later, half_of(y, 0, earlier) * earlier)
             for earlier, later in self.halves
         ]
-        own = (x * y).sum(-1)[..., None, None]
+        return self._joined((x * y).sum(-1), below)
+
+    def moved(self, dot: Dot, x: jax.Array, y: jax.Array, along: jax.Array) -> jax.Array:
+        below = []
+        for earlier, later in self.halves:
+            to_b, since_b = _around_middle(along, earlier.shape[-2])
+            late, early = half_of(x, 1, later) * later, half_of(y, 0, earlier) * earlier
+            below.append(_moved(dot, late, since_b, early, to_b))
+        return self._joined(jnp.zeros_like((x * y)[..., 0]), below)
+
+    @staticmethod
+    def _joined(own: jax.Array, below: list[jax.Array]) -> jax.Array:
+        own = own[..., None, None]
         if below:
             own = jnp.broadcast_to(own, (*below[0].shape[:-3], *own.shape[-3:]))
         return joined(own, below)[..., 0, :, :]
 
-    def sums(self, dot: Dot, over: str, plane: jax.Array, x: jax.Array) -> jax.Array:
+    def shares(self, dot: Dot, over: str, plane: jax.Array, x: jax.Array) -> list[jax.Array]:
         read, (_, below) = int(over == LATER), parted(plane, 1)
-        found = [
-            placed(dot(over, block, half_of(x, read, of[read]) * of[read]) * of[1 - read], 1 - read)
+        return [
+            dot(over, block, half_of(x, read, of[read]) * of[read]) * of[1 - read]
             for block, of in zip(below, self.halves, strict=True)
         ]
-        return sum(found[1:], found[0]) if found else jnp.zeros_like(plane * x)
+
+    def added(self, over: str, shares: list[jax.Array]) -> Any:
+        return sum(placed(x, int(over == EARLIER)) for x in shares)  # 0 of one token
+
+    def of_decays(self, dot: Dot, terms: list[tuple[str, jax.Array, list[jax.Array]]]) -> Any:
+        """Returns what `terms` are as the logarithms move, [C, X]: of each `over`, x, and the shares of x."""
+        of = lambda over, x, share: share * half_of(x, int(over == EARLIER), share)
+        found: Any = 0
+        for n in range(len(self.halves)):
+            for over, is_late in ((EARLIER, True), (LATER, False)):
+                moved = sum(of(o, x, shares[n]) for o, x, shares in terms if o == over)
+                moved = lax.cumsum(moved if is_late else beside(moved, -1), moved.ndim - 2, reverse=is_late)
+                found = placed(moved, int(is_late)) + found
+        return found
 
 
 class AllHalved(NamedTuple):
@@ -127,41 +161,24 @@ class AllHalved(NamedTuple):
         own, (x, y) = row_sums(x * y), (z[..., None, :, :] * self.factors for z in (x, y))
         return own * identity(x[..., 0, :, :]) + _added(_masked(_in_each(dot, "id,jd", x, y)))
 
-    def sums(self, dot: Dot, over: str, plane: jax.Array, x: jax.Array) -> jax.Array:
+    def moved(self, dot: Dot, x: jax.Array, y: jax.Array, along: jax.Array) -> jax.Array:
+        of_halves = _of_halves(along, dot)
+        x, y = (z[..., None, :, :] * self.factors for z in (x, y))
+        return _added(_masked(_moved(partial(_in_each, dot), x, of_halves, y, of_halves)))
+
+    def shares(self, dot: Dot, over: str, plane: jax.Array, x: jax.Array) -> jax.Array:
         plane, x = _masked(plane[..., None, :, :]), x[..., None, :, :] * self.factors
-        return _added(self.factors * _in_each(dot, over, plane, x))
+        return self.factors * _in_each(dot, over, plane, x)
 
+    def added(self, over: str, shares: jax.Array) -> jax.Array:
+        return _added(shares)
 
-class Mild(NamedTuple):
-    """Decays of channels that are not strong: exp(c_i - h) and exp(h - c_j), [C, X]."""
-
-    later: jax.Array
-    earlier: jax.Array
-
-    def products(self, dot: Dot, x: jax.Array, y: jax.Array) -> jax.Array:
-        return jnp.where(~transposed(strictly_lower(x)), dot("id,jd", x * self.later, y * self.earlier), 0)
-
-    def sums(self, dot: Dot, over: str, plane: jax.Array, x: jax.Array) -> jax.Array:
-        read, others = (self.earlier, self.later) if over == EARLIER else (self.later, self.earlier)
-        return others * dot(over, jnp.where(strictly_lower(plane), plane, 0), x * read)
-
-
-class Either(NamedTuple):
-    """Decays of channels: at run time it is seen whether all are mild. If not, halves are made when read."""
-
-    is_strong: jax.Array
-    mild: Mild
-    log_decay: jax.Array  # [C, X], at a restart what underflows
-
-    def products(self, dot: Dot, x: jax.Array, y: jax.Array) -> jax.Array:
-        return self._one(dot, lambda pairs: pairs.products(dot, x, y))
-
-    def sums(self, dot: Dot, over: str, plane: jax.Array, x: jax.Array) -> jax.Array:
-        return self._one(dot, lambda pairs: pairs.sums(dot, over, plane, x))
-
-    def _one(self, dot: Dot, of: Callable[[Mild | AllHalved], jax.Array]) -> jax.Array:
-        strong = lambda: of(_all_halved(self.log_decay, dot))
-        return lax.cond(self.is_strong, strong, lambda: of(self.mild))
+    def of_decays(self, dot: Dot, terms: list[tuple[str, jax.Array, jax.Array]]) -> jax.Array:
+        first, *others = (x[..., None, :, :] * shares for _, x, shares in terms)
+        moved = sum(others, first)
+        moved = moved.reshape(*moved.shape[:-3], -1, moved.shape[-1])
+        sums = _as_factor(_halvings(self.factors.shape[-2]), moved)
+        return dot("ij,id", sums, moved, precision=lax.Precision.HIGHEST)
 
 
 class Decays(NamedTuple):
@@ -179,7 +196,7 @@ class Decays(NamedTuple):
     from_start: jax.Array
     to_end: jax.Array
     whole: jax.Array
-    pairs: SharedDecays | Halved | AllHalved | Either
+    pairs: SharedDecays | Halved | AllHalved
 
     def scaled(self, factor: jax.Array, rows: jax.Array) -> Scaled:
         """Returns `factor`, of those of the decays, times rows."""
@@ -191,10 +208,10 @@ def decays(plan: Plan, log_decay: jax.Array, restarts: jax.Array | None) -> Deca
     # where a part begins, and of which part each token is
     is_zero = jnp.exp(log_decay) == 0
     restarts = is_zero if restarts is None else is_zero | restarts
-    if plan.pairs in ("all halvings at once", "one product if mild"):
+    if plan.pairs == "all halvings at once":
         return _of_channels_on_cpu(plan, log_decay, restarts)
     g, axis = jnp.where(restarts, 0, log_decay), restarts.ndim - 2
-    behind = jnp.concatenate([g[..., 1:, :], jnp.zeros_like(g[..., :1, :])], axis)
+    behind = beside(g, 1)
     # each difference of c is summed by itself: that of two sums would be off by the rounding of all of c
     c, left = lax.cumsum(g, axis), lax.cumsum(behind, axis, reverse=True)
     number = lax.cumsum(restarts.astype(jnp.int32), axis)
@@ -212,10 +229,9 @@ def decays(plan: Plan, log_decay: jax.Array, restarts: jax.Array | None) -> Deca
         return Decays(restarts, *outer, SharedDecays(factor(between_pairs(g), is_read)))
     halves, size = [], 1
     while size < c.shape[-2]:
-        (g1, n1), n0 = (half_of(x, 1, size=size) for x in (g, number)), half_of(number, 0, size=size)
-        to_b, nb = half_of(behind, 0, size=size), n1[..., :1, :]
-        since_b = jnp.concatenate([jnp.zeros_like(g1[..., :1, :]), g1[..., 1:, :]], -2)
-        since_b, to_b = (lax.cumsum(x, x.ndim - 2, reverse=r) for x, r in ((since_b, False), (to_b, True)))
+        to_b, since_b = _around_middle(g, size)
+        n0, n1 = (half_of(number, which, size=size) for which in (0, 1))
+        nb = n1[..., :1, :]
         halves.append((factor(to_b, n0 == nb), factor(since_b, n1 == nb)))
         size *= 2
     return Decays(restarts, *outer, Halved(tuple(halves)))
@@ -227,27 +243,44 @@ def _of_channels_on_cpu(plan: Plan, log_decay: jax.Array, restarts: jax.Array) -
     g = jnp.where(restarts, _NEVER, log_decay)
     taken = _as_factor([token <= token[:, None], token > token[:, None]], g)
     sums = dot("ij,jd", taken, g, precision=lax.Precision.HIGHEST).reshape(*g.shape[:-2], 2, *g.shape[-2:])
-    since_start, to_end = sums[..., 0, :, :], sums[..., 1, :, :]
-    from_start = jnp.exp(since_start)
-    outer = from_start, jnp.exp(to_end), from_start[..., -1:, :]
-    if plan.pairs == "all halvings at once":
-        return Decays(restarts, *outer, _all_halved(g, dot))
-    from_middle = (since_start - to_end) / 2
-    is_strong = any_of_batch(~(abs(lax.stop_gradient(from_middle)) <= _MILD).all())
-    from_middle = jnp.where(is_strong, 0, from_middle)  # else inf, whose cotangent of 0 would make NaN
-    mild = Mild(jnp.exp(from_middle), jnp.exp(-from_middle))
-    return Decays(restarts, *outer, Either(is_strong, mild, g))
+    from_start, to_end = jnp.exp(sums[..., 0, :, :]), jnp.exp(sums[..., 1, :, :])
+    return Decays(
+        restarts, from_start, to_end, from_start[..., -1:, :], AllHalved(jnp.exp(_of_halves(g, dot)))
+    )
 
 
-def _all_halved(g: jax.Array, dot: Dot) -> AllHalved:
-    """Returns the factors of all halvings of chunks."""
+def beside(x: jax.Array, by: int) -> jax.Array:
+    """Returns `[..., C, X]` of the token behind (1) or before (-1) each, 0 where there is none."""
+    zero, axis = jnp.zeros_like(x[..., :1, :]), x.ndim - 2
+    return jnp.concatenate([x[..., 1:, :], zero] if by > 0 else [zero, x[..., :-1, :]], axis)
+
+
+def _around_middle(g: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
+    """Returns c_b - c_j of the earlier halves and c_i - c_b of the later, each summed by itself."""
+    to_b, later = half_of(beside(g, 1), 0, size=size), half_of(g, 1, size=size)
+    since_b = jnp.concatenate([jnp.zeros_like(later[..., :1, :]), later[..., 1:, :]], -2)
+    return lax.cumsum(to_b, to_b.ndim - 2, reverse=True), lax.cumsum(since_b, since_b.ndim - 2)
+
+
+def _of_halves(g: jax.Array, dot: Dot) -> jax.Array:
+    """Returns the sums of `g` between each token and the middle, in all halvings, `[..., halvings, C, X]`."""
     C = g.shape[-2]
-    of, token, sums = np.arange(C)[:, None], np.arange(C), []
+    found = dot("ij,jd", _as_factor(_halvings(C), g), g, precision=lax.Precision.HIGHEST)
+    return found.reshape(*g.shape[:-2], -1, C, g.shape[-1])
+
+
+def _halvings(C: int) -> list[np.ndarray]:
+    """Tells of each halving which tokens lie between each and the middle: for later ones from there on."""
+    of, token, found = np.arange(C)[:, None], np.arange(C), []
     for size in _sizes(C):
         b = of // (2 * size) * 2 * size + size
-        sums.append(np.where(of < b, (of < token) & (token < b), (b <= token) & (token <= of)))
-    found = dot("ij,jd", _as_factor(sums, g), g, precision=lax.Precision.HIGHEST)
-    return AllHalved(jnp.exp(found.reshape(*g.shape[:-2], len(sums), *g.shape[-2:])))
+        found.append(np.where(of < b, (of < token) & (token < b), (b <= token) & (token <= of)))
+    return found
+
+
+def _moved(dot: Dot, x: jax.Array, dx: jax.Array, y: jax.Array, dy: jax.Array) -> jax.Array:
+    """Returns sum_d x_id y_jd (dx_id + dy_jd), as one product."""
+    return dot("id,jd", jnp.concatenate([dx * x, x], -1), jnp.concatenate([y, dy * y], -1))
 
 
 def _as_factor(tokens: list[np.ndarray], g: jax.Array) -> jax.Array:

@@ -118,8 +118,14 @@ def unit(options: Options, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
     """Returns (the rows of `x`, normalized if that is asked, and what they were multiplied by)."""
     if options.l2_norm_epsilon is None:
         return x, None
-    factor = lax.rsqrt(row_sums(x * x) + options.l2_norm_epsilon)
-    return x * factor, factor
+    # a row whose squares might overflow is divided by a power of two first, which no rounding takes part in
+    small = 2.0 ** (-3 * jnp.finfo(x.dtype).maxexp // 4)
+    squares, small_squares = row_sums(x * x), row_sums((x * small) ** 2)
+    is_large = small_squares > small  # about 1e29 of the squares in float32
+    scale = jnp.where(is_large, jnp.asarray(small, x.dtype), 1)
+    squares = jnp.where(is_large, small_squares, squares)
+    factor = lax.rsqrt(squares + options.l2_norm_epsilon * scale**2)
+    return scale * x * factor, scale * factor
 
 
 def unit_gradient(normed: jax.Array, factor: jax.Array | None, d: jax.Array) -> jax.Array:

@@ -25,25 +25,13 @@ WAYS = (
         "0.4 to 0.7 of a step, half the time to compile",
         "27a1952",
     ),
-    Way(
-        "one product if mild",
-        "decays.py",
-        "a decay of each channel: one CPU, 17 tokens or more, no documents; else all halvings at once",
-        "one product for six, in chunks of 64; seen at run time",
-        "d8926f1",
-    ),
 )
-Name = Literal["one token", "plane", "halvings", "all halvings at once", "one product if mild"]
+Name = Literal["one token", "plane", "halvings", "all halvings at once"]
 
 HALVINGS_AT_ONCE = Rule(
     "linear_halvings_at_once",
     "CPU, decays of channels",
     "Many small products are slow: steps take 0.4 to 0.7 of their time with few large ones.",
-)
-MILD_AT_ONCE = Rule(
-    "linear_mild_at_once",
-    "one CPU, all halvings at once, 17 tokens or more, no documents",
-    "Mild decays take one product for six; a delta rule keeps short chunks, whose inverse costs less.",
 )
 CACHED_GROUPS = Rule(
     "linear_cached_groups",
@@ -56,7 +44,7 @@ MERGED_STACKS = Rule(
     "A stack of matrices has one axis: XLA:CPU of JAX 0.12 ends the process at products of eight axes.",
     "crash",
 )
-RULES = (HALVINGS_AT_ONCE, MILD_AT_ONCE, CACHED_GROUPS, MERGED_STACKS)
+RULES = (HALVINGS_AT_ONCE, CACHED_GROUPS, MERGED_STACKS)
 
 CHUNK = 64  # tokens; with fewer, products are small, with more, those within a chunk are most of the work
 _CPU_BYTES = 1 << 20  # of what a group forms in all heads, so that a cache holds it
@@ -110,17 +98,13 @@ def plan(implementation: str, options: Options, operands: Operands) -> Plan:
         return Plan(options, implementation, "one token", 1, 1, merged)
     pairs: Name = "halvings" if of_channels else "plane"
     if HALVINGS_AT_ONCE.holds(of_channels and on_cpu and T > 1):
-        # a restart is not mild, and several devices would hear of one another in each group
-        may_be_mild = T > _CHUNK_OF_HALVINGS and operands.restarts is None and targets.is_one_cpu()
-        pairs = "one product if mild" if MILD_AT_ONCE.holds(may_be_mild) else "all halvings at once"
-    # one product costs little more in a long chunk; the inverse of a delta rule does
-    is_short = pairs == "all halvings at once" or (pairs == "one product if mild" and options.is_delta)
-    longest = min(CHUNK, _chunk_of_halvings(operands)) if is_short else CHUNK
+        pairs = "all halvings at once"
+    halves_at_once = pairs == "all halvings at once"
+    longest = min(CHUNK, _chunk_of_halvings(operands)) if halves_at_once else CHUNK
     chunk = min(longest, 1 << max(T - 1, 0).bit_length())
     chunks = max(ceil_div(T, chunk), 1)
     # groups of like size, lest much of the last one be filled up
     is_cached = CACHED_GROUPS.holds(on_cpu)
-    halves_at_once = pairs in ("all halvings at once", "one product if mild")
     groups = ceil_div(chunks, min(_side_by_side(chunk, chunks, halves_at_once, is_cached, operands), chunks))
     return Plan(options, implementation, pairs, chunk, ceil_div(chunks, groups), merged)
 

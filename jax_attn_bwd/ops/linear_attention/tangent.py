@@ -1,10 +1,11 @@
 """Tangent rule of linear attention: derivation, then the code.
 
 The letters and equations (1) to (6) are those of `decays.py`, `matrix.py` and `forward.py`; x' is the
-tangent of x. Since a pair of tokens has the factor exp(c_i - c_j), its tangent goes to the rows of both:
+tangent of x. The factor exp(c_i - c_j) of a pair of tokens moves by the sum of g' from j to i, which is taken
+by itself, as that of g is, and not as a difference of sums:
 
-    <x_i, y_j>_G' = <x_i' + c_i' x_i, y_j>_G + <x_i, y_j' - c_j' y_j>_G                 (19)
-    q^' = exp(c) (q' + c' q),   k~_j' = exp(c_C - c_j) (k_j' + (c_C' - c_j') k_j),   and so k^'   (20)
+    <x_i, y_j>_G' = <x_i', y_j>_G + <x_i, y_j'>_G + sum_d x_id y_jd exp(c_id - c_jd) (c_id - c_jd)'   (19)
+    q^' = exp(c) (q' + c' q),   k~_j' = exp(c_C - c_j) (k_j' + (c_C - c_j)' k_j),   and so k^'        (20)
     U' = M (b' (V - K^ S0) + b (V' - K^' S0 - K^ S0') - A' U),   A' by (19) and b'      (21)
     O' = Q^' S0 + Q^ S0' + P' U + P U'                                                  (22)
     S1' = exp(c_C) (c_C' S0 + S0') + K~'^T U + K~^T U'                                  (23)
@@ -21,6 +22,7 @@ from jax import lax
 
 from jax_attn_bwd._core.numerics import accumulator_dtype
 from jax_attn_bwd.ops.linear_attention import layout
+from jax_attn_bwd.ops.linear_attention.decays import beside
 from jax_attn_bwd.ops.linear_attention.forward import (
     Inside,
     first_state,
@@ -78,21 +80,24 @@ def _of_group(
     query, key = options.scale * own.query, own.key
 
     # of the decays, and of what comes with them
-    dc = lax.cumsum(jnp.where(decays.restarts, 0, moved.log_decay), decays.restarts.ndim - 2)
-    dend = dc[..., -1:, :]
-    later = lambda dx, x: dx + dc * x
-    earlier, products = dkey - dc * key, decays.pairs.products
-    dreads = products(dot, later(dquery, query), key) + products(dot, query, earlier)
+    dg = jnp.where(decays.restarts, 0, moved.log_decay)
+    axis, pairs = dg.ndim - 2, decays.pairs
+    from_start, to_end = lax.cumsum(dg, axis), lax.cumsum(beside(dg, 1), axis, reverse=True)
+
+    def products(x, dx, y, dy):
+        return pairs.products(dot, dx, y) + pairs.products(dot, x, dy) + pairs.moved(dot, x, y, dg)
+
+    dreads = products(query, dquery, key, dkey)
     doverlaps = None
     if options.is_delta:
-        doverlaps = products(dot, later(dkey, key), key) + products(dot, key, earlier)
+        doverlaps = products(key, dkey, key, dkey)
         doverlaps = jnp.where(strictly_lower(key), doverlaps, 0)
         doverlaps = moved.beta * within.kkt + own.beta * doverlaps
     moves = Inside(
-        decays.scaled(decays.from_start, later(dquery, query)),
-        decays.scaled(decays.from_start, later(dkey, key)),
-        decays.scaled(decays.to_end, earlier + dend * key),
-        transposed(decays.whole * dend),
+        decays.scaled(decays.from_start, dquery + from_start * query),
+        decays.scaled(decays.from_start, dkey + from_start * key),
+        decays.scaled(decays.to_end, dkey + to_end * key),
+        transposed(decays.whole * from_start[..., -1:, :]),
         dreads,
         doverlaps,  # A'
         None,

@@ -7,11 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from contract.errors import check, ones, rows
-from helpers import QUICK, assert_trees_close, quick_jit
+from helpers import QUICK, assert_close, assert_trees_close, quick_jit, thorough
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_attn_bwd as jab
+from jax_attn_bwd.ops.linear_attention import reference
 from jax_attn_bwd.ops.linear_attention.cases import case
 
 B, T, K, N, H, HV = 2, 5, 2, 4, 3, 6
@@ -25,7 +26,6 @@ def call(**changes):
 
 SWAPPED = r"swapaxes\(-2, -1\)"
 MISTAKES = rows(
-    ("decay", ValueError, r"from 0\.5 to 0\.5; write jnp\.log\(decay\)", {"log_decay": ones(B, T, N) / 2}),
     ("decay's shape", ValueError, r"log_decay must have shape \[\.\.\., T, N\]", {"log_decay": ones(B, T)}),
     ("swapped decay", ValueError, SWAPPED, {"log_decay": ones(B, N, T)}),
     ("swapped beta", ValueError, SWAPPED, {"beta": ones(B, N, T)}),
@@ -62,6 +62,20 @@ def test_heads_in_the_place_of_tokens_warn():
     x = jnp.ones((1, 4, 64, 2))
     with pytest.warns(UserWarning, match=r"T = 4 tokens and N = 64 heads.*swapaxes\(-3, -2\)"):
         jab.gated_linear_attention(x, x, x)
+
+
+@pytest.mark.parametrize("decay", [(B, T, N), pytest.param((B, T, N, H), marks=thorough)], ids=str)
+def test_growth_is_taken_with_a_warning_where_it_may_be_a_decay(decay, rng):
+    """One meaning: outside jit what is known to look like decays is told, and the same is computed."""
+    given = {"query": (B, T, K, H), "key": (B, T, K, H), "value": (B, T, N, HV), "beta": (B, T, N)}
+    arrays = {name: rng.standard_normal(shape) for name, shape in given.items()} | {
+        "log_decay": np.full(decay, 0.5)
+    }
+    with pytest.warns(UserWarning, match=r"values from 0\.5 to 0\.5, .* write jnp\.log\(decay\)"):
+        known = jab.gated_delta_rule(**arrays)
+    expected = reference.gated_delta_rule(**{name: jnp.asarray(x) for name, x in arrays.items()})[0]
+    for out in (known, quick_jit(lambda x: jab.gated_delta_rule(**x))(arrays)):
+        assert_close(out, expected, 1e-12)
 
 
 def test_a_plain_backward_is_checked():
