@@ -205,6 +205,36 @@ def test_traffic_and_memory_are_within_budgets_of_a_gpu(name):
     assert ours[1] <= plain[1]
 
 
+STEP_OF_A_GRAPH = """
+import jax, jax.numpy as jnp, numpy as np
+from compile_only import compiling, devices, traffic
+from jax_attn_bwd import BipartiteCSC, graph_attention_v2
+from jax_attn_bwd._core import targets
+
+(device,), rng = devices.devices("H100"), np.random.default_rng(0)
+with targets.aimed_at("H100"):
+    graph = BipartiteCSC.from_coo(*rng.integers(0, 2708, (2, 13_000)), 2708, 2708)
+types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), graph)
+x, a = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((2708, 64), (64,)))
+
+def step(graph, dout, *arrays):
+    call = lambda *arrays: graph_attention_v2(graph, *arrays, num_heads=8, implementation="xla")
+    out, pullback = jax.vjp(call, *arrays)
+    return out, pullback(dout)
+
+compiled = devices.lower(step, (types, x, x, x, a), device).compile(compiling.WITHOUT_GPU)
+print(traffic.of(compiled.as_text()).launches)
+"""
+
+
+@thorough
+def test_launches_of_a_small_graph_are_within_budgets_of_a_gpu():
+    """What a step has of its graph alone is in the graph, and a sum takes two launches."""
+    if reason := devices.missing("H100"):
+        pytest.skip(reason)
+    assert int(run_python("-c", STEP_OF_A_GRAPH).stdout.splitlines()[-1]) <= 20
+
+
 def test_every_kernel_that_is_registered_is_compiled_for_each_of_its_chips():
     kernels = {(o.name, i.name) for o in OPERATORS for i in o.implementations if i.platform is not None}
     kernels = {(o, name) for o, name in kernels if name != "cudnn"}  # whose plans are made on a GPU

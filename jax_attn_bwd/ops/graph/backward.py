@@ -110,7 +110,7 @@ class _SumsByPass(NamedTuple):
     def of(cls, plan: Plan, need: Sums) -> "_SumsByPass":
         """Decides by what the gradients need."""
         second = need.dst and not plan.one_pass
-        in_parts = second and plan.loops.first_groups and not need.handed
+        in_parts = second and plan.loops.by_order and not need.handed
         need = need._replace(handed=True) if second else need
         return cls(need, need._replace(dst=need.dst and not second), second, in_parts)
 

@@ -9,6 +9,7 @@ may be traced, and sorts the edges twice. Off CPUs a graph carries its schedules
 would otherwise compute of it again in every call, where each step of that is a launch.
 """
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -23,6 +24,7 @@ from jax_attn_bwd.ops.graph.segments import Segments, last_not_above, segments
 
 LIMIT = 2**31 - 1  # the most that an int32 counts
 RUN = 256  # edges that one sum adds up in turn: its error grows with their number
+_TOGETHER = 16  # rows of a level that one row of the next sums: XLA:GPU writes what a longer axis sums
 
 
 @exportable_tuple
@@ -35,26 +37,30 @@ class Groups(NamedTuple):
     node: jax.Array  # int32 [V], whose edges these are
     other: jax.Array  # int32 [V, W], the nodes at their other ends
     number: jax.Array  # int32 [V, W], of these edges in the caller's order
+    order: Any = None  # an `Order`; None: what nodes have of their groups is found in each call
 
 
-class FirstGroupPerNode(Groups):
-    """Groups in another order: the first of each node, in the nodes' order; then the others, as they were.
+@exportable_tuple
+class Order(NamedTuple):
+    """How the sums of groups become those of their nodes.
 
-    `node` is of the others alone. Of 3 nodes and a group of none, which has node 3:
+    Where the first group of each node is taken apart, the others are summed and added to it. Of 3 nodes and
+    a group of none:
 
-        groups    0 1 2 3 4 5 6    their nodes   0 0 1 2 2 2 3
-        in order  0 2 3 1 4 5 6    `node`              0 2 2 3
+        groups 0 1 2 3 4 5 6    their nodes 0 0 1 2 2 2 3    `first` 0 2 3    `others` 1 4 5 6
     """
 
+    first: Any  # int32 [nodes], the first group of each node, if it is taken apart
+    others: Any  # int32 [G], the groups that are left, in order; past the end: none
+    levels: Any  # a list of `Level`, by which they are summed, or else all groups; None where `jit` cut them
 
-def first_group_per_node(groups: Groups, nodes: int) -> FirstGroupPerNode:
-    """Puts the first group of each of the graph's `nodes` in front of all others."""
-    node, count = groups.node, groups.node.shape[0]
-    row = np.arange(count, dtype=np.int32)
-    is_first = jnp.concatenate([jnp.ones(1, bool), node[1:] != node[:-1]])
-    position = jnp.where(node == nodes, row, jnp.where(is_first, node, nodes + row - node - 1))
-    order = jnp.zeros(count, jnp.int32).at[position].set(row, unique_indices=True)
-    return FirstGroupPerNode(node[order[nodes:]], groups.other[order], groups.number[order])
+
+@exportable_tuple
+class Level(NamedTuple):
+    """Rows that are sums of up to 16 rows, which lie together, of the level before; the last: one a node."""
+
+    start: Any  # int32 [R + 1], where the rows of each begin; those of the next are behind them
+    steps: Any  # int32 [K], 0 to K - 1: no row is the sum of more than K
 
 
 @exportable_tuple
@@ -83,6 +89,8 @@ class Grouping(NamedTuple):
     exact: bool  # whether there are as many
     in_runs: bool  # whether the edges of a hub are summed in runs
     in_segments: bool  # whether the graph carries the segments of kernels
+    in_order: bool  # whether a scatter adds in order: no groups then have an `Order`
+    first_apart: bool  # whether the first group of each node is taken apart
 
 
 def _most_groups(cut: Grouping, side: Side) -> int:
@@ -144,6 +152,12 @@ def ends_of_edges(graph: Any) -> tuple[jax.Array, jax.Array]:
     return by_number(graph.indices), by_number(node)
 
 
+def without_order(graph: Any) -> Any:
+    """Returns the graph, whose groups a loop takes in chunks."""
+    sides = {name: getattr(graph, name)._replace(order=None) for name in ("by_destination", "by_source")}
+    return replace(graph, **sides)
+
+
 def belong_together(graph: Any) -> bool:
     """Tells whether the groups, runs and segments of a graph of NumPy arrays are those of its edges."""
     # the ends of each edge, by number; past their ends where there is none
@@ -172,7 +186,10 @@ def belong_together(graph: Any) -> bool:
         if (far[held] != groups.other[exists]).any() or (own[held] >= nodes).any():
             return False
 
-    # runs and segments, which these decide
+    # the order of the groups, runs and segments, which these decide
+    for groups, nodes in ((graph.by_destination, graph.num_dst), (graph.by_source, graph.num_src)):
+        if not _is_their_order(groups, nodes):
+            return False
     owners, exists = graph.run_owners, node >= 0
     run = node + np.arange(room) // RUN
     if owners is not None and (owners[np.minimum(run, len(owners) - 1)] != node)[exists].any():
@@ -186,6 +203,19 @@ def _schedules_of(graph: Any, exact: bool) -> Schedules:
     sides = ((graph.by_destination, graph.num_dst), (graph.by_source, graph.num_src))
     into, out_of = (segments_of_groups(np, *side, graph.capacity, exact) for side in sides)
     return Schedules(into, out_of, _used(np, graph.num_src, graph.indices))
+
+
+def _is_their_order(groups: Groups, nodes: int) -> bool:
+    """Tells whether the `Order` of groups is theirs, if they have one."""
+    if groups.order is None:
+        return True
+    first, is_traced = _starts(np, groups.node, nodes), groups.order.levels is None
+    for exact in (True, False):
+        expected = _order(np, first, groups.node, exact, groups.order.first is not None)
+        expected = expected._replace(levels=None) if expected and is_traced else expected
+        if _alike(groups.order, expected):
+            return True
+    return False
 
 
 def _alike(one: Any, other: Any) -> bool:
@@ -246,8 +276,7 @@ def _grouped(
     in_loop = not cut.in_segments
     start = _starts(xp, node, nodes, in_loop)
     degree = start[1:] - start[:-1]
-    count = xp.maximum((degree + width - 1) // width, 1)
-    ends = xp.cumsum(count, dtype=np.int32)
+    ends = xp.cumsum(xp.maximum((degree + width - 1) // width, 1), dtype=np.int32)
     first = xp.concatenate([xp.zeros(1, np.int32), ends])
     total = int(first[-1]) if cut.exact else total
 
@@ -255,11 +284,45 @@ def _grouped(
     rank = xp.arange(room, dtype=np.int32) - start[node]
     slot = (first[node] + rank // width) * width + rank % width
     slot = xp.where(node < nodes, slot, total * width)
-    fill = lambda values, none: _put(xp.full(total * width, none, np.int32), slot, values)
+    fill = lambda x, none: _put(xp.full(total * width, none, np.int32), slot, x).reshape(total, width)
     owner = last_not_above(xp, ends, xp.arange(total, dtype=np.int32), in_loop)
-    groups = Groups(owner, *(fill(*x).reshape(total, width) for x in ((other, others), (number, room))))
+    order = None if cut.in_order or not nodes else _order(xp, first, owner, cut.exact, cut.first_apart)
+    groups = Groups(owner, fill(other, others), fill(number, room), order)
     can_be_cut = cut.in_segments and nodes and room
     return groups, segments(xp, first[:-1] * width, degree, total * width, cut.exact) if can_be_cut else None
+
+
+def _order(xp: Any, first: Any, owner: Any, exact: bool, first_apart: bool) -> Order | None:
+    """Finds the `Order` of groups of the nodes `owner`, those of each node from `first` `[nodes + 1]` on."""
+    total, nodes = len(owner), len(first) - 1
+    others = leading = None
+    if first_apart:
+        group, leading = xp.arange(total, dtype=np.int32), first[:-1]
+        is_other = (owner < nodes) & (group != first[xp.minimum(owner, nodes - 1)])
+        at = xp.where(is_other, group - owner - 1, total)
+        others = _put(xp.full(total - nodes, total, np.int32), at, group)
+    if xp is not np:
+        return Order(leading, others, None) if first_apart else None
+    count = np.diff(first) - first_apart
+    return Order(leading, others, _levels(count, total - first_apart * nodes, exact))
+
+
+def _levels(count: np.ndarray, rows: int, exact: bool) -> list[Level]:
+    """Finds by which levels the `rows` are summed, of which each node has a `count`."""
+    found: list[Level] = []
+    nodes, most = len(count), int(count.max()) if exact else rows
+    while most:
+        start = np.concatenate([[0], np.cumsum(count)])
+        if most <= _TOGETHER:
+            return [*found, Level(start, np.arange(most))]
+        parts = -(-count // _TOGETHER)
+        owner, begin = np.repeat(np.arange(nodes), parts), np.cumsum(parts) - parts
+        begin = start[owner] + (np.arange(len(owner)) - begin[owner]) * _TOGETHER
+        rows = len(owner) if exact else nodes + rows // _TOGETHER
+        begin = np.pad(begin, (0, rows + 1 - len(owner)), constant_values=start[-1])
+        found.append(Level(begin, np.arange(_TOGETHER)))
+        count, most = parts, -(-most // _TOGETHER)
+    return found
 
 
 def segments_of_groups(xp: Any, groups: Groups, nodes: int, capacity: int, exact: bool = False) -> Segments:

@@ -28,9 +28,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jax_attn_bwd._core import fusion
 from jax_attn_bwd._core.sharding import full_like_operands
 from jax_attn_bwd._core.split import join
-from jax_attn_bwd.ops.graph.groups import RUN, FirstGroupPerNode, Groups
+from jax_attn_bwd.ops.graph.groups import RUN, Groups, Level
 
 _NONE = np.int32(2**31 - 1)  # a node past every end
 _BLOCK = 4  # rows that are summed in a fixed order, at each level
@@ -45,6 +46,7 @@ class Chunk:
     other: jax.Array  # [(W,) R]
     number: jax.Array  # [(W,) R], of the edge in the caller's order
     exists: jax.Array | None  # bool [W, R]; None for single edges, of which one past the end is none
+    levels: list[Level] | None = None  # by which rows of groups are summed for their nodes, if it is known
     # whether a scatter adds one row after the other, and an index past the end finds the last row of a table
     in_order: bool = field(default=False, metadata={"static": True})
 
@@ -59,7 +61,14 @@ class Grid(NamedTuple):
 
 def rows(x: jax.Array, chunk: Chunk, fill: float = 0) -> jax.Array:
     """Reads the rows of `x`, of the nodes at the other ends of a chunk's edges; `fill` past the end."""
-    return _reader(chunk, fill)(x, chunk.other)
+    if chunk.exists is None:
+        return _reader(chunk, fill)(x, chunk.other)
+    return _where(chunk.exists, _or_last(x, chunk.other), fill)
+
+
+def _where(exists: jax.Array, x: jax.Array, fill: float) -> jax.Array:
+    """Returns the rows `x` that exist; `fill` in place of the others."""
+    return jnp.where(jnp.expand_dims(exists, tuple(range(exists.ndim, x.ndim))), x, fill)
 
 
 def _reader(chunk: Chunk, fill: float) -> Callable[[jax.Array, jax.Array], jax.Array]:
@@ -104,7 +113,7 @@ def own_rows(x: jax.Array, chunk: Chunk, fill: float = 0) -> jax.Array:
     if chunk.exists is None:
         return _reader(chunk, fill)(x, chunk.node)
     own = x[: chunk.other.shape[1]] if chunk.node is None else _reader(chunk, fill)(x, chunk.node)
-    return jnp.where(jnp.expand_dims(chunk.exists, tuple(range(2, own.ndim + 1))), own[None], fill)
+    return _where(chunk.exists, own[None], fill)
 
 
 def sum_of_group(x: jax.Array, chunk: Chunk) -> jax.Array:
@@ -117,10 +126,22 @@ def add(x: jax.Array, chunk: Chunk, rows: jax.Array) -> jax.Array:
 
     The order of the sum is fixed, also where a scatter has none.
     """
-    if chunk.node is None:
+    if chunk.levels is not None:
+        rows = _by_levels(rows.astype(x.dtype), chunk.levels, 0, lambda x: x.sum(1))
+    if chunk.node is None or chunk.levels is not None:
         more = ((0, x.shape[0] - rows.shape[0]), *((0, 0) for _ in x.shape[1:]))
         return x + jnp.pad(rows.astype(x.dtype), more)
     return add_sorted(x, chunk.node, rows, chunk.in_order)
+
+
+def _by_levels(
+    rows: jax.Array, levels: Sequence[Level], fill: float, joined: Callable[[jax.Array], jax.Array]
+) -> jax.Array:
+    """Joins the rows of each node, by `joined` of `[R, K, ...]`; `fill` where there are fewer than K."""
+    for start, steps in levels:
+        at = start[:-1, None] + np.arange(steps.shape[0], dtype=np.int32)[None]
+        rows = joined(_where(at < start[1:, None], _or_last(rows, at), fill))
+    return rows
 
 
 def add_in_turn(x: jax.Array, index: jax.Array, rows: jax.Array, is_sorted: bool = False) -> jax.Array:
@@ -182,7 +203,9 @@ def _tails_of_blocks(rows: jax.Array, node: jax.Array) -> tuple[jax.Array, jax.A
 
 def highest(x: jax.Array, chunk: Chunk, rows: jax.Array) -> jax.Array:
     """Takes the higher of `x`, by node, and the `rows` of a chunk's groups."""
-    if chunk.node is not None:
+    if chunk.levels is not None:
+        rows = _by_levels(rows, chunk.levels, -jnp.inf, lambda x: x.max(1))
+    elif chunk.node is not None:
         at = x.at[chunk.node]
         return at.max(rows, mode="drop", indices_are_sorted=True, wrap_negative_indices=False)
     more = ((0, x.shape[0] - rows.shape[0]), *((0, 0) for _ in x.shape[1:]))
@@ -258,28 +281,36 @@ def by_number(
 
 def one_chunk(groups: Sequence[Any], capacity: int, in_order: bool) -> Chunk:
     """Makes one chunk of all `Groups` of a graph, or of some rows of them; it has that capacity."""
-    node, other, number = groups
+    node, other, number, *_ = groups
     if other.shape[1] == 1:
-        return Chunk(node, other[:, 0], number[:, 0], None, in_order)
+        return Chunk(node, other[:, 0], number[:, 0], None, in_order=in_order)
     number = number.T
-    return Chunk(node, other.T, number, number < capacity, in_order)
+    return Chunk(node, other.T, number, number < capacity, in_order=in_order)
 
 
 def parts(groups: Groups, capacity: int, in_order: bool) -> list[Chunk]:
     """Returns all groups in chunks, which a pass without a loop takes one after the other."""
-    if not isinstance(groups, FirstGroupPerNode):
+    order = groups.order
+    if order is None:
         return [one_chunk(groups, capacity, in_order)]
-    n = groups.other.shape[0] - groups.node.shape[0]
-    cut = lambda node, rows: one_chunk((node, groups.other[rows], groups.number[rows]), capacity, in_order)
-    lead, others = cut(None, slice(0, n)), cut(groups.node, slice(n, None))
-    return [lead, others] if groups.node.shape[0] else [lead]
+
+    def chunk(rows, levels, has_node=True):
+        # past the end there is no group: its places are past the ends of nodes and edges
+        node, other, number = (x if rows is None else take(x, rows, _NONE) for x in groups[:3])
+        other, number = map(fusion.transposed, (other, number))
+        return Chunk(node if has_node else None, other, number, number < capacity, levels, in_order)
+
+    if order.first is None:
+        return [chunk(None, order.levels)]
+    lead = chunk(order.first, None, has_node=False)
+    return [lead, chunk(order.others, order.levels)] if order.others.shape[0] else [lead]
 
 
 def each(function: Callable[[Chunk], jax.Array], groups: Groups, capacity: int, grid: Grid) -> jax.Array:
     """Calls `function(chunk)` in a loop: `[(W,) R, ...]`, of all groups; `scan` explains the arguments."""
     axis = int(groups.other.shape[1] > 1)  # of the groups
     of_chunk = lambda xs: function(one_chunk(xs, capacity, grid.in_order))
-    found = lax.map(of_chunk, in_chunks(tuple(groups), grid, _NONE))
+    found = lax.map(of_chunk, in_chunks(tuple(groups[:3]), grid, _NONE))
     found = join(jnp.moveaxis(found, 0, axis), axis)
     return found[(slice(None),) * axis + (slice(groups.node.shape[0]),)]
 
@@ -317,7 +348,7 @@ def scan(
         return fold(carry, share(chunk, *(jnp.moveaxis(x, 0, axis) for x in rest)), chunk), None
 
     cut = in_chunks([jnp.moveaxis(x, axis, 0) for (x,) in by_edge], grid, 0)
-    return lax.scan(step, carry, (in_chunks(tuple(groups), grid, _NONE), cut))[0]
+    return lax.scan(step, carry, (in_chunks(tuple(groups[:3]), grid, _NONE), cut))[0]
 
 
 def sum_in_runs(

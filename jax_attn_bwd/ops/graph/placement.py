@@ -52,7 +52,7 @@ from jax_attn_bwd._core.sharding import (
     unsharded,
 )
 from jax_attn_bwd._core.split import Pieces
-from jax_attn_bwd.ops.graph.groups import RUN, Groups
+from jax_attn_bwd.ops.graph.groups import RUN, Groups, without_order
 from jax_attn_bwd.ops.graph.loops import Grid, has_edges, in_chunks
 from jax_attn_bwd.ops.graph.spec import Operands
 
@@ -87,7 +87,7 @@ def groups_of_piece(graph: Any, groups: Groups, pieces: Pieces) -> Groups:
     """Returns the shapes of the `groups` that a piece has; a run of edges that is summed apart is not cut."""
     size = ceil_div(groups.node.shape[0], pieces.count)
     size = size if graph.run_owners is None else ceil_div(size, RUN) * RUN
-    shapes: Any = (jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype) for x in groups)
+    shapes: Any = (jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype) for x in groups[:3])
     return Groups(*shapes)
 
 
@@ -135,6 +135,9 @@ def over_pieces(
       specs: where each result goes, a tree of `OutSpec`. A sum goes to the devices that share its rows by the
         spec, or to all; results that are joined lie one after the other along their first axis.
     """
+    # order and schedules are those of all edges
+    graph = without_order(replace(graph, schedules=None))
+
     # the runs of a piece are numbered from those of its first group on; the next begin `runs` further
     groups, owners, names = getattr(graph, side), graph.run_owners, pieces.mesh_axes
     runs = groups_of_piece(graph, groups, pieces).node.shape[0] // RUN
@@ -147,8 +150,6 @@ def over_pieces(
             first = pieces.index() * runs
             owners = lax.dynamic_slice(owners, (first,), (graph.num_dst + runs + 1,))
         return function(replace(graph, **{side: own}, run_owners=owners, exact=False), shared)
-
-    graph = replace(graph, schedules=None)  # they are those of all edges
 
     # side by side, shares are summed on every device before each keeps its rows
     if pieces.mesh is None:
@@ -206,7 +207,7 @@ def sources_with_edges(graph: Any, src: jax.Array) -> jax.Array:
 
 def _with_edges(graph: Any) -> jax.Array:
     """Returns the nodes of the groups by source; past the end those of groups without an edge."""
-    node, _, number = graph.by_source
+    node, number = graph.by_source.node, graph.by_source.number
     return jnp.where(number[:, 0] < graph.capacity, node, graph.num_src)
 
 
@@ -225,7 +226,7 @@ def _part(graph: Any, side: str, pieces: Pieces, index: jax.Array) -> Groups:
         return lax.dynamic_slice_in_dim(fill(own, size), first - start, size)
 
     groups = getattr(graph, side)
-    return Groups(*map(part, groups, groups_of_piece(graph, groups, pieces), (*ends, graph.capacity)))
+    return Groups(*map(part, groups[:3], groups_of_piece(graph, groups, pieces)[:3], (*ends, graph.capacity)))
 
 
 # On an Auto mesh: edges tied to the nodes, or all nodes and edges on every device.
@@ -272,7 +273,7 @@ def edges_sharded_like_nodes(operands: Operands, pieces: Pieces) -> Any:
         # [V, ...] -> [count, V / count, ...], no edge in the padding
         grid = Grid(count, groups_of_piece(graph, groups, pieces).node.shape[0], in_order=True)
         ends = (node, other, graph.capacity)
-        found = (_tied(in_chunks(x, grid, none), rows) for x, none in zip(groups, ends, strict=True))
+        found = (_tied(in_chunks(x, grid, none), rows) for x, none in zip(groups[:3], ends, strict=True))
         return Groups(*(x.reshape(-1, *x.shape[2:]) for x in found))
 
     by_destination = tied(graph.by_destination, graph.num_dst, graph.num_src)

@@ -10,8 +10,7 @@ from ops.graph.calls import FUNCTIONS, QUICK, H, each_kind, inputs, normal, valu
 import jax_attn_bwd as jab
 from jax_attn_bwd import BipartiteCSC
 from jax_attn_bwd._core import targets
-from jax_attn_bwd.ops.graph import loops, plan
-from jax_attn_bwd.ops.graph.groups import first_group_per_node
+from jax_attn_bwd.ops.graph import groups, loops, plan
 
 SOURCES, DESTINATIONS, EDGES, ROOM = 9, 170, 700, 740
 
@@ -26,10 +25,11 @@ def edges():
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
-    """`as_on_a_gpu()`: from here on programs and graphs are a GPU's; `limit`: with loops."""
+    """`as_on_a_gpu()`: from here on programs and graphs are a GPU's; `limit`: with loops; `few`: edges."""
 
-    def aim(limit=None):
+    def aim(limit=None, few=EDGES):
         monkeypatch.setattr(targets, "platform", lambda: "gpu")
+        monkeypatch.setattr(plan, "_FEW_EDGES", few)
         if limit is not None:
             monkeypatch.setattr(plan, "whole_elements", lambda: limit)
             monkeypatch.setattr(plan, "chunk_elements", lambda: limit)
@@ -66,27 +66,48 @@ def test_every_row_of_a_node_is_summed_once():
     assert got[:, 0].tolist() == counts
 
 
+@pytest.mark.parametrize("counts", [[3, 300, 0, 17, 16], [1, 1], [0, 0, 2]])
+@pytest.mark.parametrize("spare", [None, 40])
+def test_rows_are_summed_by_levels(counts, spare):
+    """Each once, up to 16 at a time; as few levels as the counts need, or the shapes where these decide."""
+    count, rows = np.array(counts), sum(counts) + (spare or 0)
+    levels = groups._levels(count, rows, exact=spare is None)
+    assert len(levels) == {True: 1 + (max(counts) > 16) + (max(counts) > 256)}.get(spare is None, len(levels))
+    for start, steps in levels:
+        assert np.diff(start).max() <= len(steps) <= 16
+    x = np.arange(1.0, rows + 1)[:, None]
+    got = loops._by_levels(jnp.asarray(x), levels, 0, lambda x: x.sum(1))[:, 0]
+    assert got.tolist() == [part.sum() for part in np.split(x, np.cumsum(counts))[:-1]]
+
+
+@pytest.mark.parametrize("few", [0, pytest.param(ROOM, marks=thorough)])
 @pytest.mark.parametrize("nnz", [EDGES, pytest.param(0, marks=thorough)])
-def test_one_group_of_each_node_leads(nnz, as_on_a_gpu):
-    as_on_a_gpu()
+def test_chunks_hold_every_edge_once(nnz, few, as_on_a_gpu):
+    """With many edges the first chunk is a group of each node, without a `node`; also as `jit` builds it."""
+    as_on_a_gpu(few=few)
     src, dst = (x[:nnz] for x in edges())
-    for capacity in (None, ROOM):
-        graph = BipartiteCSC.from_coo(src, dst, SOURCES, DESTINATIONS, capacity=capacity)
-        groups, number = graph.by_destination, np.asarray(graph.by_destination.number)
-        assert set(range(DESTINATIONS)) <= set(groups.node.tolist())
-        reordered = first_group_per_node(groups, DESTINATIONS)
-        leading, others = np.split(np.asarray(reordered.number), [DESTINATIONS])
-        for chunk, nodes in ((leading, range(DESTINATIONS)), (others, reordered.node.tolist())):
-            for found, node in zip(chunk, nodes, strict=True):
-                assert {int(dst[k]) for k in found if k < nnz} <= {node}
-        first = np.unique(groups.node, return_index=True)[1][:DESTINATIONS]
-        np.testing.assert_array_equal(leading, number[first])
-        np.testing.assert_array_equal(np.sort(reordered.number, axis=None), np.sort(number, axis=None))
+    for capacity in (None, ROOM, "traced"):
+        if capacity == "traced":
+            graph = BipartiteCSC.from_traced(jnp.asarray(src), jnp.asarray(dst), SOURCES, DESTINATIONS)
+        else:
+            graph = BipartiteCSC.from_coo(src, dst, SOURCES, DESTINATIONS, capacity=capacity)
+        parts = loops.parts(graph.by_destination, graph.capacity, in_order=False)
+        is_apart = nnz > few or (capacity == ROOM > few)
+        assert [part.node is None for part in parts] == ([True, False][: len(parts)] if is_apart else [False])
+        found = []
+        for part in parts:
+            node = np.arange(DESTINATIONS) if part.node is None else np.asarray(part.node)
+            owner = np.broadcast_to(node, part.number.shape)[np.asarray(part.exists)]
+            number = np.asarray(part.number)[np.asarray(part.exists)]
+            np.testing.assert_array_equal(owner, dst[number])
+            np.testing.assert_array_equal(np.asarray(part.other)[np.asarray(part.exists)], src[number])
+            found.append(number)
+        np.testing.assert_array_equal(np.sort(np.concatenate(found)), np.arange(nnz))
 
 
-@pytest.mark.parametrize("limit", [None, 2000])
+@pytest.mark.parametrize("aim", [{}, {"few": 0}, {"limit": 2000}], ids=["whole", "apart", "loops"])
 @each_kind()
-def test_the_same_as_on_a_cpu(kind, limit, as_on_a_gpu):
+def test_the_same_as_on_a_cpu(kind, aim, as_on_a_gpu):
     """With edge data, dropout, returned weights, a bias that hides edges, and NaN in nodes without edges."""
     arrays = inputs(kind, SOURCES, DESTINATIONS, edge=ROOM)
     if kind == "transformer":
@@ -101,7 +122,7 @@ def test_the_same_as_on_a_cpu(kind, limit, as_on_a_gpu):
         return graph, values_and_gradients(FUNCTIONS[kind][0], arrays, graph=graph, **options)
 
     _, expected = run(arrays)
-    as_on_a_gpu(limit)
+    as_on_a_gpu(**aim)
     for name in ("src", "key", "value", "dst", "query"):
         if name in arrays:
             arrays[name] = arrays[name].at[-1].set(jnp.nan)

@@ -60,7 +60,7 @@ def test_a_plan_follows_the_switch():
         assert told("graph_attention_v2", 20, 100)[0] == "all at once, back in two passes"
     with choices.without("graph_in_order"):
         assert told("edge_sum", 20, 100)[0] == "all at once, groups"
-        assert told("graph_attention", 20, 100)[0].startswith("all at once, groups, first groups apart")
+        assert told("graph_attention", 20, 100)[0].startswith("all at once, groups, by their order")
 
 
 @every_kind
