@@ -114,16 +114,16 @@ def read_in_one_kernel(x: jax.Array, axis: int) -> jax.Array:
         return x
     length, is_sharded = x.shape[axis], explicit_spec(x)[axis] is not None
     if axis == -1 and not is_sharded and isinstance(length, int) and 0 < length <= _ROW_OF_ONE_KERNEL:
-        return _met_again(lax.optimization_barrier(x))
+        return met_again(lax.optimization_barrier(x))
     return x if accumulator_dtype(x.dtype) == x.dtype else lax.optimization_barrier(x)
 
 
 @jax.custom_jvp
-def _met_again(x: jax.Array) -> jax.Array:
-    """Returns `x`, as the lesser of each number and of its row's greatest."""
+def met_again(x: jax.Array) -> jax.Array:
+    """Returns `x`, as the lesser of each number and of its row's greatest: see `read_in_one_kernel`."""
     return jnp.minimum(x, x.max(-1, keepdims=True))
 
 
-@_met_again.defjvp
+@met_again.defjvp
 def _met_again_jvp(primals, tangents):
-    return _met_again(*primals), tangents[0]
+    return met_again(*primals), tangents[0]
