@@ -103,7 +103,8 @@ PLANES = Rule(
     "planes",
     "GPU, full attention, padding or a bias, neither functions nor dropout: planes, 2 GiB of them at a time",
     "In the place of strips, and of their planes of a few heads beside a bias, which took 1.3 to 2.3 times "
-    "the plain formula's time (an H100, 391a32d): products that end in exponentials are slow.",
+    "the plain formula's time (an H100, 391a32d): products that end in exponentials are slow. The backward "
+    "forms its logits again: else each layer of a model keeps a plane (272 MiB, B8 T1024 N16 H64, not 24).",
 )
 STRIPS = Rule(
     "strips",
@@ -153,6 +154,7 @@ class Materialized:
     batch_slices: int = 1  # of the first batch axis, one after the other
     keys: int | None = None  # the first ones, all that some query sees; None = not counted
     whole_rows: bool = False  # what becomes of a row is one kernel, of XLA:GPU
+    formed_again: bool = False  # the backward has logits of its own: XLA keeps no plane of the forward
 
     @property
     def way(self) -> str:
@@ -358,7 +360,7 @@ def _planes(operands: Operands) -> Materialized | Planes | None:
     is_divided, wide = heads == 0, not _is_narrow(operands)
     logits = (math.prod(batch) * K if is_divided else entries * heads) * G * T * S
     if logits * (12 if wide else 10) <= PLANE_BYTES:
-        return Materialized(whole_rows=WHOLE_ROWS.holds())
+        return Materialized(whole_rows=WHOLE_ROWS.holds(), formed_again=True)
     if is_divided:
         return None
 

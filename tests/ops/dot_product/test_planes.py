@@ -1,5 +1,7 @@
 """Whole planes of GPUs: where they are chosen, and that all at once and in turn they give the definition."""
 
+import re
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -19,7 +21,7 @@ from jax_attn_bwd.ops.dot_product.mask import Mask
 from jax_attn_bwd.ops.dot_product.plan import Materialized, Planes, Strips, Tiles, plan
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options
 
-AT_ONCE = Materialized(whole_rows=True)
+AT_ONCE = Materialized(whole_rows=True, formed_again=True)
 
 
 def schedule(shape, dtype=jnp.bfloat16, bias=None, heads=None, **mask):
@@ -34,6 +36,7 @@ def test_planes_are_cut_where_the_plain_formula_holds_more_than_2_gib():
     """Then they take a quarter of that, at most 2 GiB. Short causal calls are whole, long ones strips."""
     assert schedule((32, 128, 12, 64)) == schedule((32, 512, 12, 64)) == AT_ONCE
     assert schedule((32, 128, 12, 64), is_causal=True) == AT_ONCE
+    assert schedule((2, 128, 12, 64)) == Materialized(whole_rows=True)  # a few MiB, which XLA may keep
     assert isinstance(schedule((8, 512, 16, 64), is_causal=True), Strips)
     assert isinstance(schedule((8, 512, 16, 64), window=(20, 0)), Strips)
     assert schedule((4, 4096, 16, 128)) == Planes(4, 1)
@@ -153,6 +156,21 @@ def test_planes_hide_poison_and_nothing_else(call, planes, rng):
     assert jnp.isnan(out[:, 2]).all()
     assert jnp.isnan(dq[:, 2]).all()
     assert_close(out[:, :2], clean[0][:, :2], 1e-12)
+
+
+def test_the_backward_of_a_large_plane_forms_its_logits_again(planes):
+    """Else XLA takes those of the forward, and each layer of a model keeps a plane."""
+    x = jnp.ones((1, 8, 1, 4), jnp.float64)
+    step = lambda q, k, v: jax.grad(lambda *qkv: jnp.sin(dot_product_attention(*qkv)).sum(), (0, 1, 2))(
+        q, k, v
+    )
+    products = []
+    for found in (AT_ONCE, replace(AT_ONCE, formed_again=False)):
+        planes(found)
+        jax.clear_caches()
+        text = jax.jit(step).lower(x, x, x).compile().as_text()
+        products.append(len(re.findall(r"\[[\d,]*8,8\]\S* dot\(", text)))
+    assert products == [3, 2]  # logits, those of the backward, cotangents of the probabilities
 
 
 @thorough

@@ -2,7 +2,7 @@
 
 A plane that fits a cache is computed as the formula is written, with no loop: it compiles faster than a walk
 over tiles, fuses with what stands around it, and where forward and backward are one program XLA computes the
-logits once for both. Equation numbers are those of `backward.py`.
+logits once for both, unless `Materialized.formed_again` is true. Equation numbers are those of `backward.py`.
 
 For a GPU, where `Materialized.whole_rows` is true, the plane has the products and reductions of a plain
 softmax and no others. XLA:GPU makes one kernel of all that becomes of a row, if each reduction meets its very
@@ -12,7 +12,7 @@ made of it. Neither has axes of size 1: what leaves them out would stand between
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -232,6 +232,9 @@ def _of_reached_keys(
         # Probabilities [..., K, G, T, S] from a softmax of their own; dv needs no more.
         whole = plane(options, operands, plan.vector_last)
         dout = dout if whole.live is None else jnp.where(whole.live[..., None], dout, 0)
+        if schedule.formed_again:  # not taken from the forward, which would keep a plane until here
+            k, dout = fusion.barrier((whole.k, dout))
+            whole = replace(whole, k=k)
         p = probabilities(whole, None, schedule.whole_rows)
         if names <= {"value"}:
             return gradients(whole, names, p, dout, None, None)
@@ -272,8 +275,8 @@ def gradients(
       dp: `[..., K, G, T, S]`, cotangent of the probabilities; for no more than "value" it may be None.
       delta: `[..., K, G, T, 1]`, what the rows' products p dp sum to, over all keys of the row; likewise.
     """
-    p, dout = p.astype(plane.dtype), dout.astype(plane.v.dtype)
-    return _in_shapes_of_operands(plane, wanted, plane.gradients(wanted, p, dout, dp, delta, _scored(plane)))
+    of, p, dout = _scored(plane), p.astype(plane.dtype), dout.astype(plane.v.dtype)
+    return _in_shapes_of_operands(plane, wanted, plane.gradients(wanted, p, dout, dp, delta, of))
 
 
 def gradients_of_logits(plane: Plane, wanted: Iterable[str], dlogits: jax.Array) -> dict[str, Any]:
