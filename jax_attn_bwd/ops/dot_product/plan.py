@@ -194,6 +194,7 @@ class Planes:
 
     batch_slices: int  # of the first batch axis
     head_slices: int  # of the key heads
+    whole_rows: bool = True  # as that of `Materialized`
 
     @property
     def way(self) -> str:
@@ -371,7 +372,7 @@ def _planes(operands: Operands) -> Materialized | Planes | None:
     pairs = [(b, k) for b in _divisors(first) for k in _divisors(heads) if b * k >= least]
     is_shared = bias is not None and math.prod(bias.shape[:-3]) == 1
     fewest = lambda n: (math.prod(n), min(n), n[0] if is_shared else n[1])
-    return Planes(*min(pairs, key=fewest)) if pairs else None
+    return Planes(*min(pairs, key=fewest), WHOLE_ROWS.holds()) if pairs else None
 
 
 def _divisors(number: int) -> list[int]:
