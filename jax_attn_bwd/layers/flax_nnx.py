@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn import dtypes
 
-from jax_attn_bwd._core import backend, checks, masks
+from jax_attn_bwd._core import backend, checks, keywords, masks
 from jax_attn_bwd._core.rotary import Rotary
 from jax_attn_bwd._core.types import Implementation, Integers, Save
 from jax_attn_bwd.layers import deformable, multi_head
@@ -82,7 +82,7 @@ class _CallKeywords(Tokens, total=False):
     qkv_sharding: Any
 
 
-class MultiHeadAttention(nnx.MultiHeadAttention):
+class MultiHeadAttention(nnx.MultiHeadAttention, keywords.ChecksNames):
     """`flax.nnx.MultiHeadAttention` with this package's attention and its backward.
 
     Every argument of Flax's, the same parameters, initial values, rngs and cache: change the import, and a
@@ -104,7 +104,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
       rngs: rng keys; options: as in `flax.nnx.MultiHeadAttention`.
       attention_fn: between the projections, in place of the rule over the whole layer; for an `nnx.RoPE`
         `jax_attn_bwd.configured_attention_fn(rope=nnx.RoPE())`, of which `rotary` is the faster form.
-      local_window_size, logits_soft_cap, mask_mod, score_mod, rotary, deterministic_sums, save,
+      is_causal, local_window_size, logits_soft_cap, mask_mod, score_mod, rotary, deterministic_sums, save,
         implementation, forward_mode: see `jax_attn_bwd.layers.multi_head`, which also tells what a call
         takes. (`deterministic` is Flax's: no dropout.)
 
@@ -128,6 +128,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         *,
         rngs: nnx.Rngs,
         attention_fn: Callable[..., jax.Array] = attention_fn,
+        is_causal: bool = False,
         local_window_size: int | tuple[int, int] | None = None,
         logits_soft_cap: float | None = None,
         mask_mod: Callable[..., Any] | None = None,
@@ -154,9 +155,11 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         )
         # A pair of Python ints: `nnx.jit` compares it with the windows of other layers.
         own["local_window_size"] = masks.window(_NAME, local_window_size)
+        self.is_causal = checks.flag(_NAME, "is_causal", is_causal)
         for name, x in {**own, "save": save}.items():
             setattr(self, name, x)
 
+    @keywords.known
     def __call__(
         self,
         inputs_q: jax.Array,
@@ -168,7 +171,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         rngs: nnx.Rngs | nnx.RngStream | None = None,
         sow_weights: bool = False,
         decode: bool | None = None,
-        is_causal: bool = False,
+        is_causal: bool | None = None,
         **options: Unpack[_CallKeywords],
     ) -> jax.Array:
         """Attends like Flax's layer.
@@ -180,7 +183,8 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
           rngs: rngs for dropout; None takes the layer's own.
           sow_weights: store the weights `[..., N, T, S]` before dropout as `nnx.Intermediate`.
           decode: take one query and the cache of `init_cache`; None takes the attribute.
-          is_causal: a query sees keys up to its own index. Decoding is causal anyway.
+          is_causal: a query sees keys up to its own index; None = as the layer was made. Decoding is causal
+            anyway.
           options: what is told of tokens, see `jax_attn_bwd.layers.multi_head`, in whose `mod_args` an
             `nnx.Param` may stand for its array; `input_positions`, `out_sharding`, `qkv_sharding`, where this
             Flax has them.
@@ -199,6 +203,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             expected, remedy = "be nnx.Rngs or an nnx.RngStream", "write rngs=nnx.Rngs(dropout=key)"
             raise TypeError(checks.message(_NAME, "rngs", expected, type(rngs).__name__, remedy))
         # What the call leaves out, the layer tells.
+        is_causal = multi_head.is_causal(_NAME, self.is_causal, is_causal)
         others: dict[str, Any] = {n: x for n, x in options.items() if n not in tokens and x is not None}
         decode = self.decode if decode is None else decode
         deterministic = self.deterministic if deterministic is None else deterministic
@@ -266,7 +271,9 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         return out if index is None else multi_head.within_room(out, length, index + 1)
 
 
-class _Conv(convs.ChecksNames, nnx.Module):
+class _Conv(keywords.ChecksNames, nnx.Module):
+    kind: ClassVar[str]
+
     def _build(self, arguments: dict[str, Any]) -> None:
         """Makes the layer of the arguments of its constructor."""
         config = convs.Config.of(self.kind, arguments)
@@ -302,6 +309,7 @@ class _Conv(convs.ChecksNames, nnx.Module):
         deterministic: bool | None = None, rngs: nnx.Rngs | None = None,
         return_attention_weights: bool) -> jax.Array | tuple[jax.Array, jax.Array]: ...
     # fmt: on
+    @keywords.known
     def __call__(
         self, x: convs.Nodes, graph: BipartiteCSC, edge_attr: jax.Array | None = None, *,
         deterministic: bool | None = None, rngs: nnx.Rngs | None = None,
@@ -404,7 +412,7 @@ class TransformerConv(_Conv):
         self._build(locals())
 
 
-class MultiScaleDeformableAttention(nnx.Module):
+class MultiScaleDeformableAttention(keywords.ChecksNames, nnx.Module):
     """Deformable-DETR's attention: each query looks at a few points of each feature map.
 
     Parameters: `sampling_offsets`, `attention_weights`, `value_proj`, `output_proj`, each an `nnx.Linear`.
@@ -454,7 +462,7 @@ class MultiScaleDeformableAttention(nnx.Module):
     sampling_locations = deformable.Calls.sampling_locations
 
 
-class GatedDeltaNet(nnx.Module):
+class GatedDeltaNet(keywords.ChecksNames, nnx.Module):
     """Gated DeltaNet, the linear attention of Qwen3-Next, from its projections to its output.
 
     Parameters: `in_proj_qkvz`, `in_proj_ba`, `out_proj`, each an `nnx.Linear`; of `conv1d`, an `nnx.Conv`,
@@ -511,6 +519,7 @@ class GatedDeltaNet(nnx.Module):
         self.conv_state: nnx.Cache[jax.Array] | None = nnx.data(None)
         self.recurrent_state: nnx.Cache[jax.Array] | None = nnx.data(None)
 
+    @keywords.known
     def __call__(
         self,
         x: jax.Array,
