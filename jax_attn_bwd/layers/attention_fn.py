@@ -439,3 +439,8 @@ def _is_same(passed: Any, configured: Any) -> bool:
         return True
     holds_arrays = any(checks.is_array(x) for x in jax.tree.leaves((passed, configured)))
     return not holds_arrays and type(passed) is type(configured) and bool(passed == configured)
+
+
+def is_ours(attention: Any) -> bool:
+    """Tells whether a function is `attention_fn`, or a configured one."""
+    return attention is attention_fn or isinstance(attention, _Configured)

@@ -36,12 +36,14 @@ __all__ = [
     "TransformerConv",
     "encoder_reference_points",
     "load_torch",
+    "replace_attention",
 ]
 
 _NAME = "MultiheadAttention"
 _INPUTS = ("query", "key_", "value")
 _XAVIER = jax.nn.initializers.xavier_uniform()
 _Layer = TypeVar("_Layer", bound=eqx.Module)
+_Tree = TypeVar("_Tree")
 
 
 class MultiheadAttention(keywords.ChecksNames, eqx.nn.MultiheadAttention):
@@ -671,3 +673,27 @@ def load_torch(layer: _Layer, state: Mapping[str, Any], prefix: str = "") -> _La
       1.0
     """
     return trees.with_weights(layer, lambda tree: loaded(tree, state, prefix))
+
+
+def replace_attention(model: _Tree) -> _Tree:
+    """Returns `model` with each `equinox.nn.MultiheadAttention` as ours, its weights kept.
+
+    Found are those in modules, lists, dicts, and stacks that `equinox.filter_vmap` made for a scan. The model
+    that is given stays as it is.
+
+    Args:
+      model: a module, or another pytree of modules.
+
+    Raises:
+      TypeError: a layer, named by its path, is of a class of its own, which may attend otherwise.
+      ValueError: the model has no such layer.
+
+    Example:
+      >>> import equinox as eqx, jax
+      >>> from jax_attn_bwd.layers.equinox import MultiheadAttention, replace_attention
+      >>> model = {"layers": [eqx.nn.MultiheadAttention(2, 8, key=jax.random.key(0))]}
+      >>> isinstance(replace_attention(model)["layers"][0], MultiheadAttention)
+      True
+    """
+    own = {**multi_head.OPTIONS, "is_causal": False, "save": "inputs", "precision": None}
+    return trees.replaced(model, MultiheadAttention, own)

@@ -1,12 +1,13 @@
-"""What is done to modules of Equinox, which are trees: made, widened, given values."""
+"""What is done to modules of Equinox, which are trees: made, widened, given values, put in place."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 
+from jax_attn_bwd._core import checks
 from jax_attn_bwd._core.numerics import accumulator_dtype
 from jax_attn_bwd.layers.torch_weights import name_of_weight
 
@@ -50,3 +51,32 @@ def with_weights(layer: T, values_for: Callable[[dict[str, Any]], dict[str, Any]
         where = lambda module: (module.weight, module.bias)
         made[name] = eqx.tree_at(where, module, both, is_leaf=lambda x: x is None)
     return eqx.tree_at(lambda layer: [getattr(layer, name) for name in made], layer, list(made.values()))
+
+
+def replaced(model: T, ours: type, options: Mapping[str, Any]) -> T:
+    """Returns `model` with each attention layer of Equinox as an `ours`, which has `options` of its own."""
+    found = []
+
+    def is_attention(x: Any) -> bool:
+        return isinstance(x, eqx.nn.MultiheadAttention)
+
+    def replace(path: Any, x: Any) -> Any:
+        if not is_attention(x):
+            return x
+        found.append(path)
+        if isinstance(x, ours):
+            return x
+        if type(x) is not eqx.nn.MultiheadAttention:
+            expected, remedy = "be an equinox.nn.MultiheadAttention itself", f"derive it from {ours.__name__}"
+            where = f"model{jax.tree_util.keystr(path)}"
+            raise TypeError(checks.message("replace_attention", where, expected, type(x).__name__, remedy))
+        new: Any = object.__new__(ours)  # its arrays may have axes in front, over which a scan runs
+        for name, value in {**vars(x), **options}.items():
+            object.__setattr__(new, name, value)
+        return new
+
+    made = jax.tree_util.tree_map_with_path(replace, model, is_leaf=is_attention)
+    if not found:
+        expected = "hold an equinox.nn.MultiheadAttention"
+        raise ValueError(checks.message("replace_attention", "model", expected, type(model).__name__))
+    return made

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, ClassVar, Literal, TypedDict, Unpack, overload
+from typing import Any, ClassVar, Literal, TypedDict, TypeVar, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from jax_attn_bwd._core.types import Implementation, Integers, Save
 from jax_attn_bwd.layers import deformable, multi_head
 from jax_attn_bwd.layers import gated_delta_net as delta_net
 from jax_attn_bwd.layers import graph as convs
-from jax_attn_bwd.layers.attention_fn import attention_fn
+from jax_attn_bwd.layers.attention_fn import attention_fn, is_ours
 from jax_attn_bwd.layers.deformable import encoder_reference_points
 from jax_attn_bwd.layers.multi_head import Tokens
 from jax_attn_bwd.layers.torch_weights import loaded
@@ -31,13 +31,16 @@ __all__ = [
     "TransformerConv",
     "encoder_reference_points",
     "load_torch",
+    "replace_attention",
 ]
 
 _NAME = "MultiHeadAttention"
 _XAVIER = nnx.initializers.xavier_uniform()
 _own_attention = attention_fn
 # The class may be replaced by this one in a program: Flax's own call is kept.
+_flax_layer = nnx.MultiHeadAttention
 _flax_call = nnx.MultiHeadAttention.__call__
+_Model = TypeVar("_Model")
 _linear_call = nnx.LinearGeneral.__call__
 _HANDED_ON = ("dtype", "precision", "dropout_rate", "broadcast_dropout", "save")
 
@@ -577,3 +580,51 @@ def load_torch(layer: nnx.Module, state: Mapping[str, Any], prefix: str = "") ->
     """
     params = nnx.to_pure_dict(nnx.state(layer, nnx.Param))
     nnx.update(layer, loaded(params, state, prefix))
+
+
+def replace_attention(model: _Model) -> _Model:
+    """Returns `model` with each `flax.nnx.MultiHeadAttention` as ours, its weights and cache kept.
+
+    Found are those in modules, lists, dicts, and stacks that `nnx.vmap` made for a scan. The model that is
+    given stays as it is; the new one has variables of its own, which begin as the same arrays.
+
+    Args:
+      model: a module, or another graph of NNX.
+
+    Raises:
+      TypeError: a layer, named by its path, is of a class of its own or has an attention function of the
+        caller's, and so may attend otherwise.
+      ValueError: the model has no such layer.
+
+    Example:
+      >>> from flax import nnx
+      >>> from jax_attn_bwd.layers.flax_nnx import MultiHeadAttention, replace_attention
+      >>> layer = nnx.MultiHeadAttention(2, 8, decode=False, rngs=nnx.Rngs(0))
+      >>> model = replace_attention(nnx.Sequential(layer, nnx.relu))
+      >>> isinstance(model.layers[0], MultiHeadAttention)
+      True
+    """
+    name, model = "replace_attention", nnx.clone(model)
+    found = [(path, x) for path, x in nnx.iter_graph(model) if isinstance(x, nnx.MultiHeadAttention)]
+    if not found:
+        expected = "hold a flax.nnx.MultiHeadAttention"
+        raise ValueError(checks.message(name, "model", expected, type(model).__name__))
+    for path, layer in found:
+        where, attention = ".".join(map(str, ("model", *path))), layer.attention_fn
+        if isinstance(layer, MultiHeadAttention):
+            continue
+        if type(layer) is not _flax_layer:
+            expected, remedy = "be a flax.nnx.MultiHeadAttention itself", "derive it from this module's"
+            raise TypeError(checks.message(name, where, expected, type(layer).__name__, remedy))
+        if attention is not nnx.dot_product_attention and not is_ours(attention):
+            expected = "have Flax's own attention_fn, or one of jax_attn_bwd"
+            remedy = "configured_attention_fn takes rope=, bias= and other options"
+            raise TypeError(checks.message(name, where, expected, attention, remedy))
+        # The clone is nobody else's: whatever holds the layer, and a scan over it, keeps it as it is.
+        layer.__class__ = MultiHeadAttention
+        own = {**multi_head.OPTIONS, "is_causal": False, "save": "inputs"}
+        if attention is nnx.dot_product_attention:
+            own["attention_fn"] = _own_attention
+        for option, x in own.items():
+            setattr(layer, option, x)
+    return model
