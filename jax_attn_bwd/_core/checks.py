@@ -1,6 +1,5 @@
 """Checks of arguments, all with one style of message: operator, argument, expected, got, remedy."""
 
-import difflib
 import inspect
 import math
 import sys
@@ -14,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jax_attn_bwd._core import keywords
 from jax_attn_bwd._core.numerics import accumulator_dtype
 
 T = TypeVar("T")
@@ -170,8 +170,13 @@ def broadcasts(
 ) -> None:
     """Raises unless `x` broadcasts to `target`; what fits `swapped` tells that heads stand before tokens."""
     if not _fits(x.shape, target):
-        remedy = "the layout is [..., T, N, H]; from [..., N, T, H] write x.swapaxes(-3, -2)"
-        remedy = remedy if swapped and _fits(x.shape, swapped) else ""
+        remedy = ""
+        if swapped and _fits(x.shape, swapped):
+            remedy = "the layout is [..., T, N, H]; from [..., N, T, H] write x.swapaxes(-3, -2)"
+        elif len(target) == 4 and x.shape == (target[0], target[-1]):  # of keys alone: [B, S]
+            remedy = f"write {argument}[:, None, None, :]"
+        elif len(target) == 4 and x.shape == (target[0], *target[-2:]):  # of all heads: [B, T, S]
+            remedy = f"write {argument}[:, None]"
         expected = f"broadcast to {names} = {tuple(target)}"
         raise ValueError(message(operator, argument, expected, x.shape, remedy))
 
@@ -224,7 +229,7 @@ def repeatable_sums(operator: str, deterministic_sums: Any, deterministic: Any =
     warn(
         f"{operator}: deterministic is deprecated: here it says that sums repeat bit for bit, in layers that"
         f" nothing is dropped; write deterministic_sums={deterministic} for the sums, dropout_rate=0.0 for no"
-        " dropout",
+        " dropout, attention_fn=jax_attn_bwd.attention_fn for a layer of Flax",
         DeprecationWarning,
     )
     return deterministic
@@ -289,9 +294,7 @@ def complete(
     """
     known = allowed.__required_keys__ | allowed.__optional_keys__
     for name in given.keys() - known:
-        close = difflib.get_close_matches(name, known, 1)
-        remedy = f". Did you mean {close[0]!r}?" if close else ""
-        raise TypeError(f"{operator}() got an unexpected keyword argument {name!r}{remedy}")
+        raise keywords.unexpected(operator, name, known)
     for name in allowed.__required_keys__ - given.keys():
         raise TypeError(f"{operator}() missing 1 required keyword-only argument: {name!r}")
     return {**_defaults(like, allowed), **given}

@@ -5,13 +5,13 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Unpack
+from typing import Any, Never, Unpack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_attn_bwd._core import checks, dropout, masks
+from jax_attn_bwd._core import checks, dropout, keywords, masks
 from jax_attn_bwd._core.rotary import Rotary, checked
 from jax_attn_bwd._core.types import Implementation
 from jax_attn_bwd.layers.multi_head import (
@@ -29,6 +29,7 @@ _NAME, _CONFIGURED = "attention_fn", "configured_attention_fn"
 
 
 # Each name is spelled out: linen reads the signature, and hands nothing to **kwargs.
+@keywords.known
 def attention_fn(
     query: jax.Array,
     key: jax.Array,
@@ -313,7 +314,9 @@ class ConfiguredKeywords(LayerAttentionKeywords, Tokens, total=False):
 
 
 def configured_attention_fn(
-    attention_fn: Callable[..., jax.Array] = attention_fn, **options: Unpack[ConfiguredKeywords]
+    attention_fn: Callable[..., jax.Array] = attention_fn,
+    *heads: Never,
+    **options: Unpack[ConfiguredKeywords],
 ) -> Callable[..., jax.Array]:
     """`attention_fn` for Flax's layers with options that hold, whatever the layer passes.
 
@@ -368,8 +371,12 @@ def configured_attention_fn(
       >>> bool((layer(x)[:, :3] == layer(x.at[:, 3:].set(0.0))[:, :3]).all())
       True
     """
+    if heads or checks.is_array(attention_fn):  # by a layer, which was handed this function itself
+        expected = "be called when the layer is made, and not by it"
+        remedy = f"write attention_fn={_CONFIGURED}(is_causal=True), with what it is told in parentheses"
+        raise TypeError(checks.message(_CONFIGURED, "the function", expected, "queries and keys", remedy))
     for name in options.keys() - ConfiguredKeywords.__optional_keys__:
-        raise TypeError(f"{_CONFIGURED}() got an unexpected keyword argument {name!r}")
+        raise keywords.unexpected(_CONFIGURED, name, ConfiguredKeywords.__optional_keys__)
     given: dict[str, Any] = {name: x for name, x in options.items() if not is_unset(x)}
     if not callable(attention_fn):
         expected = "be a function like jax_attn_bwd.attention_fn"
@@ -432,3 +439,8 @@ def _is_same(passed: Any, configured: Any) -> bool:
         return True
     holds_arrays = any(checks.is_array(x) for x in jax.tree.leaves((passed, configured)))
     return not holds_arrays and type(passed) is type(configured) and bool(passed == configured)
+
+
+def is_ours(attention: Any) -> bool:
+    """Tells whether a function is `attention_fn`, or a configured one."""
+    return attention is attention_fn or isinstance(attention, _Configured)

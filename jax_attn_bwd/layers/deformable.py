@@ -59,6 +59,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_attn_bwd._core import checks
+from jax_attn_bwd._core.keywords import ORDERS, known
 from jax_attn_bwd._core.numerics import accumulator_dtype
 from jax_attn_bwd._core.types import Implementation, PaddingMode, SamplingMethod
 from jax_attn_bwd.layers.torch_weights import as_array
@@ -131,7 +132,7 @@ def configure(
     C = checks.integer(_NAME, width, C, least=1)
     if C % num_heads:
         expected = f"be a multiple of the {num_heads} heads"
-        raise ValueError(checks.message(_NAME, width, expected, C))
+        raise ValueError(checks.message(_NAME, width, expected, C, ORDERS[f"{_NAME}.__init__"]))
     points: Any = given["num_points"]
     each = points if np.ndim(points) else (points,) * num_levels
     if len(each) != num_levels:
@@ -209,6 +210,7 @@ def sampling_locations(
 class Calls:
     """Gives its calls to a layer that holds its `config` and the linear layers by name."""
 
+    @known
     def __call__(
         self: Any,
         query: jax.Array,

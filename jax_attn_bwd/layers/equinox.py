@@ -9,17 +9,17 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from jax_attn_bwd._core import checks, masks
-from jax_attn_bwd._core.numerics import accumulator_dtype
+from jax_attn_bwd._core import checks, keywords, masks
 from jax_attn_bwd._core.rotary import Rotary
 from jax_attn_bwd._core.types import Implementation, Integers, Save
 from jax_attn_bwd.layers import deformable, multi_head
+from jax_attn_bwd.layers import equinox_trees as trees
 from jax_attn_bwd.layers import gated_delta_net as delta_net
 from jax_attn_bwd.layers import graph as convs
 from jax_attn_bwd.layers.deformable import encoder_reference_points
 from jax_attn_bwd.layers.gated_delta_net import GatedDeltaNetCache
 from jax_attn_bwd.layers.multi_head import KeyValueCache
-from jax_attn_bwd.layers.torch_weights import loaded, name_of_weight
+from jax_attn_bwd.layers.torch_weights import loaded
 from jax_attn_bwd.ops.dot_product import dot_product_attention
 from jax_attn_bwd.ops.graph import BipartiteCSC
 from jax_attn_bwd.ops.multi_head import MultiHeadAttentionParams
@@ -36,16 +36,17 @@ __all__ = [
     "TransformerConv",
     "encoder_reference_points",
     "load_torch",
+    "replace_attention",
 ]
 
 _NAME = "MultiheadAttention"
 _INPUTS = ("query", "key_", "value")
 _XAVIER = jax.nn.initializers.xavier_uniform()
-_WITH_WEIGHT = (eqx.nn.Linear, eqx.nn.Conv, eqx.nn.RMSNorm)
 _Layer = TypeVar("_Layer", bound=eqx.Module)
+_Tree = TypeVar("_Tree")
 
 
-class MultiheadAttention(eqx.nn.MultiheadAttention):
+class MultiheadAttention(keywords.ChecksNames, eqx.nn.MultiheadAttention):
     """`equinox.nn.MultiheadAttention` as one rule over the whole layer, `jax_attn_bwd.multi_head_attention`.
 
     Every argument of Equinox's, the same leaves in the same order and the same initial values: change the
@@ -135,6 +136,7 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
         self.local_window_size = masks.window(_NAME, local_window_size)
         self.precision = checks.precision(_NAME, precision)
 
+    @keywords.known
     def __call__(
         self,
         query: jax.Array,
@@ -147,6 +149,7 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
         deterministic: bool | None = None,
         process_heads: Callable[..., tuple[jax.Array, jax.Array, jax.Array]] | None = None,
         bias: jax.Array | None = None,
+        is_causal: bool | None = None,
         **tokens: Unpack[multi_head.Tokens],
     ) -> jax.Array:
         """Attends like Equinox's layer, with a bias and what tells sequences apart.
@@ -161,6 +164,7 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
           deterministic: Equinox's older name for `inference`.
           process_heads: from query, key and value heads, `[T or S, N, size]`, to others of the same shapes.
           bias: broadcasts to `[N, T, S]`, floating; added to the logits.
+          is_causal: a query sees keys up to its own index; None = as the layer was made.
           tokens: see `jax_attn_bwd.layers.multi_head`, here without batch axes. Under `jax.vmap` functions
             see each entry of the batch as its number 0: map over what differs between them.
 
@@ -176,7 +180,8 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
         key = _dropout_key(_NAME, key) if drops else None
         mask = None if mask is None else self._mask(mask, query.shape[0], key_.shape[0])
         # One rule for the whole layer.
-        options: dict[str, Any] = {**tokens, **multi_head.options_of(self, "is_causal", "precision")}
+        options: dict[str, Any] = {**tokens, **multi_head.options_of(self, "precision")}
+        options["is_causal"] = multi_head.is_causal(_NAME, self.is_causal, is_causal)
         rotary = options.pop("rotary")
         options |= dict(mask=mask, bias=bias, dropout_rate=self.dropout.p if drops else 0.0, dropout_key=key)
         linears = (self.query_proj, self.key_proj, self.value_proj, self.output_proj)
@@ -290,7 +295,8 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
         mask = multi_head.boolean_mask(_NAME, mask)
         if mask.shape not in ((T, S), (self.num_heads, T, S)):
             expected = f"have shape [T, {of}] = {(T, S)} or [N, T, {of}] = {(self.num_heads, T, S)}"
-            raise ValueError(checks.message(_NAME, "mask", expected, mask.shape))
+            remedy = f"write jnp.broadcast_to(mask, {(T, S)})" if mask.shape == (S,) else ""
+            raise ValueError(checks.message(_NAME, "mask", expected, mask.shape, remedy))
         return mask
 
     def _params(self) -> MultiHeadAttentionParams:
@@ -308,7 +314,8 @@ class MultiheadAttention(eqx.nn.MultiheadAttention):
 MultiHeadAttention = MultiheadAttention
 
 
-class _Conv(convs.ChecksNames, eqx.Module):
+class _Conv(keywords.ChecksNames, eqx.Module):
+    kind: ClassVar[str]
     inference: bool
     config: convs.Config = eqx.field(static=True)
     linears: tuple[str, ...] = eqx.field(static=True)
@@ -324,7 +331,7 @@ class _Conv(convs.ChecksNames, eqx.Module):
         shapes = convs.array_shapes(config)
         keys = iter(jax.random.split(arguments["key"], len(specs) + len(shapes)))
         for name, (width, out, bias) in specs.items():
-            made = _linear(width, out, bias=0.0 if bias else None, dtype=dtype, key=next(keys))
+            made = trees.linear(width, out, bias=0.0 if bias else None, dtype=dtype, key=next(keys))
             setattr(self, name, made)
         for name, shape in shapes.items():
             init = jax.nn.initializers.zeros if name == "bias" else _XAVIER
@@ -349,6 +356,7 @@ class _Conv(convs.ChecksNames, eqx.Module):
         key: jax.Array | None = None, inference: bool | None = None,
         return_attention_weights: bool) -> jax.Array | tuple[jax.Array, jax.Array]: ...
     # fmt: on
+    @keywords.known
     def __call__(
         self, x: convs.Nodes, graph: BipartiteCSC, edge_attr: jax.Array | None = None, *,
         key: jax.Array | None = None, inference: bool | None = None,
@@ -361,7 +369,7 @@ class _Conv(convs.ChecksNames, eqx.Module):
           inference: True = no dropout; None takes the attribute, which `equinox.nn.inference_mode` sets.
         """
         # Parameters by name, and a key where a call drops edges.
-        linears = {name: partial(_by_row, getattr(self, name)) for name in self.linears}
+        linears = {name: partial(trees.by_row, getattr(self, name)) for name in self.linears}
         arrays = {name: getattr(self, name) for name in convs.array_shapes(self.config)}
         drops = self.config.dropout and not (self.inference if inference is None else inference)
         key = _dropout_key(self.config.kind, key) if drops else None
@@ -375,13 +383,6 @@ def _dropout_key(layer: str, key: jax.Array | None) -> jax.Array:
         remedy = "pass inference=True or use equinox.nn.inference_mode"
         raise ValueError(checks.message(layer, "key", expected, None, remedy))
     return key
-
-
-def _by_row(linear: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-    """Applies a linear layer of one vector to `[..., in]`."""
-    for _ in range(x.ndim - 1):
-        linear = jax.vmap(linear)
-    return linear(x)
 
 
 class GATConv(_Conv):
@@ -482,7 +483,7 @@ class TransformerConv(_Conv):
         self._build(locals())
 
 
-class MultiScaleDeformableAttention(eqx.Module):
+class MultiScaleDeformableAttention(keywords.ChecksNames, eqx.Module):
     """Deformable-DETR's attention: each query looks at a few points of each feature map.
 
     Takes one picture, without a batch axis, as the layers of `equinox.nn` do. For a batch:
@@ -527,7 +528,7 @@ class MultiScaleDeformableAttention(eqx.Module):
             "query_size", query_size, num_heads, options, unbatched=True
         )
         keys = jax.random.split(key)
-        xavier = partial(_linear, query_size, dtype=dtype)
+        xavier = partial(trees.linear, query_size, dtype=dtype)
         zeros = partial(xavier, init=jax.nn.initializers.zeros, key=key)
         self.sampling_offsets = zeros(2 * config.samples, bias=deformable.offsets_bias(config))
         self.attention_weights = zeros(config.samples)
@@ -538,17 +539,12 @@ class MultiScaleDeformableAttention(eqx.Module):
     sampling_locations = deformable.Calls.sampling_locations
 
     def _linears(self) -> deformable.Linears:
-        precise = (_widen(self.sampling_offsets), _widen(self.attention_weights))
+        precise = (trees.widened(self.sampling_offsets), trees.widened(self.attention_weights))
         linears = (*precise, self.value_proj, self.output_proj)
         return deformable.Linears(*(deformable.as_it_is if x is None else jax.vmap(x) for x in linears))
 
 
-def _widen(layer: eqx.nn.Linear) -> eqx.nn.Linear:
-    """Returns `layer` with parameters in float32 or wider: it computes offsets or logits."""
-    return jax.tree.map(lambda x: x.astype(accumulator_dtype(x.dtype)), layer)
-
-
-class GatedDeltaNet(eqx.Module):
+class GatedDeltaNet(keywords.ChecksNames, eqx.Module):
     """Gated DeltaNet, the linear attention of Qwen3-Next, from its projections to its output.
 
     Takes one sequence, without a batch axis, as the layers of `equinox.nn` do; for a batch use `jax.vmap`.
@@ -596,7 +592,7 @@ class GatedDeltaNet(eqx.Module):
         sizes = num_key_heads, num_value_heads, key_head_dim, value_head_dim
         self.config = config = delta_net.configure(*sizes, options, in_features=in_features, unbatched=True)
         keys, dtype = iter(jax.random.split(key, 6)), jnp.result_type(float) if dtype is None else dtype
-        project = lambda width, out: _linear(width, out, bias=None, dtype=dtype, key=next(keys))
+        project = lambda width, out: trees.linear(width, out, bias=None, dtype=dtype, key=next(keys))
         self.in_proj_qkvz, self.in_proj_ba = (project(in_features, n) for n in config.projections.values())
         self.out_proj, C = project(config.values, in_features), config.channels
         conv: Any = dict(groups=C, use_bias=False, dtype=dtype, key=next(keys))
@@ -605,6 +601,7 @@ class GatedDeltaNet(eqx.Module):
         self.dt_bias = delta_net.dt_bias_init(next(keys), (num_value_heads,), dtype)
         self.A_log = delta_net.A_log_init(next(keys), (num_value_heads,), dtype)
 
+    @keywords.known
     def __call__(
         self, x: jax.Array, *, seq_lengths: Integers | None = None, segment_ids: Integers | None = None
     ) -> jax.Array:
@@ -656,16 +653,6 @@ class GatedDeltaNet(eqx.Module):
         return delta_net.Parts(*parts)
 
 
-def _linear(
-    width: int, out: int, *, key: jax.Array, dtype: Any, init: Any = _XAVIER, bias: Any = 0.0
-) -> eqx.nn.Linear:
-    """Returns a linear layer with weights from `init` and a constant `bias`, None = none."""
-    layer = eqx.nn.Linear(width, out, use_bias=bias is not None, dtype=dtype, key=key)
-    dtype = layer.weight.dtype
-    layer = eqx.tree_at(lambda layer: layer.weight, layer, init(key, (out, width), dtype))
-    return layer if bias is None else eqx.tree_at(lambda layer: layer.bias, layer, jnp.full(out, bias, dtype))
-
-
 def load_torch(layer: _Layer, state: Mapping[str, Any], prefix: str = "") -> _Layer:
     """`layer` with the values of a PyTorch module.
 
@@ -685,14 +672,28 @@ def load_torch(layer: _Layer, state: Mapping[str, Any], prefix: str = "") -> _La
       >>> float(load_torch(layer, state, "conv.").lin.weight[0, 0])
       1.0
     """
-    tree = {name: x for name, x in vars(layer).items() if eqx.is_array(x)}
-    modules: dict[str, Any] = {name: x for name, x in vars(layer).items() if isinstance(x, _WITH_WEIGHT)}
-    for name, module in modules.items():
-        bias = {} if module.bias is None else {"bias": module.bias}
-        tree[name] = {name_of_weight(module.weight): module.weight.T, **bias}
-    made = loaded(tree, state, prefix)
-    for name, module in modules.items():
-        both = (made[name][name_of_weight(module.weight)].T, made[name].get("bias"))
-        where = lambda module: (module.weight, module.bias)
-        made[name] = eqx.tree_at(where, module, both, is_leaf=lambda x: x is None)
-    return eqx.tree_at(lambda layer: [getattr(layer, name) for name in made], layer, list(made.values()))
+    return trees.with_weights(layer, lambda tree: loaded(tree, state, prefix))
+
+
+def replace_attention(model: _Tree) -> _Tree:
+    """Returns `model` with each `equinox.nn.MultiheadAttention` as ours, its weights kept.
+
+    Found are those in modules, lists, dicts, and stacks that `equinox.filter_vmap` made for a scan. The model
+    that is given stays as it is.
+
+    Args:
+      model: a module, or another pytree of modules.
+
+    Raises:
+      TypeError: a layer, named by its path, is of a class of its own, which may attend otherwise.
+      ValueError: the model has no such layer.
+
+    Example:
+      >>> import equinox as eqx, jax
+      >>> from jax_attn_bwd.layers.equinox import MultiheadAttention, replace_attention
+      >>> model = {"layers": [eqx.nn.MultiheadAttention(2, 8, key=jax.random.key(0))]}
+      >>> isinstance(replace_attention(model)["layers"][0], MultiheadAttention)
+      True
+    """
+    own = {**multi_head.OPTIONS, "is_causal": False, "save": "inputs", "precision": None}
+    return trees.replaced(model, MultiheadAttention, own)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax.core import meta
 
-from jax_attn_bwd._core import checks
+from jax_attn_bwd._core import checks, keywords
 from jax_attn_bwd._core.rotary import Rotary
 from jax_attn_bwd._core.types import Fill, Implementation, Integers, PaddingMode, SamplingMethod, Save
 from jax_attn_bwd.layers import deformable, multi_head
@@ -38,12 +38,12 @@ __all__ = [
 ]
 
 _own_attention = attention_fn
-_HANDED_ON = ("dtype", "is_causal", "precision", "dropout_rate", "broadcast_dropout", "save")
+_HANDED_ON = ("dtype", "precision", "dropout_rate", "broadcast_dropout", "save")
 # Flax wraps methods: called inside another, the wrapped one would be intercepted and captured once more.
 _flax_call = inspect.unwrap(nn.MultiHeadDotProductAttention.__call__)
 
 
-class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
+class MultiHeadDotProductAttention(keywords.ChecksNames, nn.MultiHeadDotProductAttention):
     """`flax.linen.MultiHeadDotProductAttention` with this package's attention and its backward.
 
     Every attribute and call argument of Flax's, the same parameters, initial values, rng streams and cache:
@@ -84,6 +84,7 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
     forward_mode: bool = False
 
     @nn.compact
+    @keywords.known
     def __call__(
         self,
         inputs_q: jax.Array,
@@ -95,6 +96,7 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
         deterministic: bool | None = None,
         dropout_rng: jax.Array | None = None,
         sow_weights: bool = False,
+        is_causal: bool | None = None,
         **tokens: Unpack[multi_head.Tokens],
     ) -> jax.Array:
         """Attends like Flax's layer.
@@ -106,6 +108,8 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
           deterministic: True = no dropout; None takes the attribute.
           dropout_rng: random key for dropout; None takes the rng "dropout".
           sow_weights: store the weights `[..., N, T, S]` before dropout in "intermediates".
+          is_causal: a query sees keys up to its own index; None = as the layer was made. Decoding is causal
+            anyway.
           tokens: see `jax_attn_bwd.layers.multi_head`.
 
         Returns:
@@ -115,12 +119,15 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
         checks.integer(type(self).__name__, "num_heads", self.num_heads, least=1)
         multi_head.check_values(type(self).__name__, inputs_q, inputs_k, inputs_v)
         numbers, mask = mask, multi_head.flax_mask(type(self).__name__, mask)
+        causal = multi_head.is_causal(type(self).__name__, self.is_causal, is_causal)
         # Projections that were replaced, and names that Flax is leaving behind, go through its own code.
         names = inputs_kv is not None or (inputs_k is None and inputs_v is not None)
         if names or sow_weights or not self._is_whole():
             mode = dict(deterministic=deterministic, dropout_rng=dropout_rng, sow_weights=sow_weights)
             inputs = dict(inputs_k=inputs_k, inputs_v=inputs_v, inputs_kv=inputs_kv, mask=mask)
-            return multi_head.nan_if_additive(self._projected(inputs_q, tokens, **inputs, **mode), numbers)
+            return multi_head.nan_if_additive(
+                self._projected(inputs_q, tokens, causal, **inputs, **mode), numbers
+            )
         # Otherwise the whole layer runs under one rule.
         given = multi_head.inputs_of(inputs_q, inputs_k, inputs_v)
         params = self._params(*given)
@@ -130,7 +137,7 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
         if drops and dropout_rng is None:
             dropout_rng = self.make_rng("dropout")
         options: dict[str, Any] = {**tokens, **multi_head.options_of(self, *_HANDED_ON)}
-        options["dropout_key"] = dropout_rng if drops else None
+        options |= dict(is_causal=causal, dropout_key=dropout_rng if drops else None)
         return multi_head.nan_if_additive(multi_head.attend(params, given, mask=mask, **options), numbers)
 
     @nn.nowrap
@@ -169,10 +176,12 @@ class MultiHeadDotProductAttention(nn.MultiHeadDotProductAttention):
         return MultiHeadAttentionParams(*(x for pair in pairs for x in pair))
 
     @nn.nowrap
-    def _projected(self, query: jax.Array, tokens: multi_head.Tokens, **arguments: Any) -> Any:
+    def _projected(
+        self, query: jax.Array, tokens: multi_head.Tokens, is_causal: bool, **arguments: Any
+    ) -> Any:
         """Calls Flax's own layer, around the attention that the attributes ask for."""
         name = type(self).__name__
-        options: dict[str, Any] = {"is_causal": True} if self.is_causal else {}
+        options: dict[str, Any] = {"is_causal": True} if is_causal else {}
         own = multi_head.options_of(self)
         options |= {n: x for n, x in own.items() if x is not None and x is not multi_head.OPTIONS[n]}
         # A step of decoding must find room in the cache.
@@ -235,7 +244,8 @@ def _flat(init: Any, flat: tuple[int, ...], key: jax.Array, shape: Any, dtype: A
     return meta.replace_boxed(made, meta.unbox(made).reshape(shape))
 
 
-class _Conv(convs.ChecksNames, nn.Module):
+class _Conv(keywords.ChecksNames, nn.Module):
+    kind: ClassVar[str]
     out_channels: int
     heads: int = 1
     concat: bool = True
@@ -268,6 +278,7 @@ class _Conv(convs.ChecksNames, nn.Module):
     ) -> jax.Array | tuple[jax.Array, jax.Array]: ...
     # fmt: on
     @nn.compact
+    @keywords.known
     def __call__(
         self, x: convs.Nodes, graph: BipartiteCSC, edge_attr: jax.Array | None = None, *,
         deterministic: bool | None = None, return_attention_weights: bool = False,
@@ -355,7 +366,7 @@ class TransformerConv(_Conv):
     kind: ClassVar[str] = "TransformerConv"
 
 
-class MultiScaleDeformableAttention(nn.Module):
+class MultiScaleDeformableAttention(keywords.ChecksNames, nn.Module):
     """Deformable-DETR's attention: each query looks at a few points of each feature map.
 
     Parameters: `sampling_offsets`, `attention_weights`, `value_proj`, `output_proj`, each with `kernel` and
@@ -415,7 +426,7 @@ class MultiScaleDeformableAttention(nn.Module):
     sampling_locations = deformable.Calls.sampling_locations
 
 
-class GatedDeltaNet(nn.Module):
+class GatedDeltaNet(keywords.ChecksNames, nn.Module):
     """Gated DeltaNet, the linear attention of Qwen3-Next, from its projections to its output.
 
     Parameters: `in_proj_qkvz`, `in_proj_ba`, `out_proj` and `conv1d`, each with `kernel`; `norm` with
@@ -454,6 +465,7 @@ class GatedDeltaNet(nn.Module):
     forward_mode: bool = False
 
     @nn.compact
+    @keywords.known
     def __call__(
         self, x: jax.Array, *, seq_lengths: Integers | None = None, segment_ids: Integers | None = None
     ) -> jax.Array:

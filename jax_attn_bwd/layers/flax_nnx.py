@@ -2,20 +2,20 @@
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, ClassVar, Literal, TypedDict, Unpack, overload
+from typing import Any, ClassVar, Literal, TypedDict, TypeVar, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn import dtypes
 
-from jax_attn_bwd._core import backend, checks, masks
+from jax_attn_bwd._core import backend, checks, keywords, masks
 from jax_attn_bwd._core.rotary import Rotary
 from jax_attn_bwd._core.types import Implementation, Integers, Save
 from jax_attn_bwd.layers import deformable, multi_head
 from jax_attn_bwd.layers import gated_delta_net as delta_net
 from jax_attn_bwd.layers import graph as convs
-from jax_attn_bwd.layers.attention_fn import attention_fn
+from jax_attn_bwd.layers.attention_fn import attention_fn, is_ours
 from jax_attn_bwd.layers.deformable import encoder_reference_points
 from jax_attn_bwd.layers.multi_head import Tokens
 from jax_attn_bwd.layers.torch_weights import loaded
@@ -31,13 +31,16 @@ __all__ = [
     "TransformerConv",
     "encoder_reference_points",
     "load_torch",
+    "replace_attention",
 ]
 
 _NAME = "MultiHeadAttention"
 _XAVIER = nnx.initializers.xavier_uniform()
 _own_attention = attention_fn
 # The class may be replaced by this one in a program: Flax's own call is kept.
+_flax_layer = nnx.MultiHeadAttention
 _flax_call = nnx.MultiHeadAttention.__call__
+_Model = TypeVar("_Model")
 _linear_call = nnx.LinearGeneral.__call__
 _HANDED_ON = ("dtype", "precision", "dropout_rate", "broadcast_dropout", "save")
 
@@ -82,7 +85,7 @@ class _CallKeywords(Tokens, total=False):
     qkv_sharding: Any
 
 
-class MultiHeadAttention(nnx.MultiHeadAttention):
+class MultiHeadAttention(nnx.MultiHeadAttention, keywords.ChecksNames):
     """`flax.nnx.MultiHeadAttention` with this package's attention and its backward.
 
     Every argument of Flax's, the same parameters, initial values, rngs and cache: change the import, and a
@@ -104,7 +107,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
       rngs: rng keys; options: as in `flax.nnx.MultiHeadAttention`.
       attention_fn: between the projections, in place of the rule over the whole layer; for an `nnx.RoPE`
         `jax_attn_bwd.configured_attention_fn(rope=nnx.RoPE())`, of which `rotary` is the faster form.
-      local_window_size, logits_soft_cap, mask_mod, score_mod, rotary, deterministic_sums, save,
+      is_causal, local_window_size, logits_soft_cap, mask_mod, score_mod, rotary, deterministic_sums, save,
         implementation, forward_mode: see `jax_attn_bwd.layers.multi_head`, which also tells what a call
         takes. (`deterministic` is Flax's: no dropout.)
 
@@ -128,6 +131,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         *,
         rngs: nnx.Rngs,
         attention_fn: Callable[..., jax.Array] = attention_fn,
+        is_causal: bool = False,
         local_window_size: int | tuple[int, int] | None = None,
         logits_soft_cap: float | None = None,
         mask_mod: Callable[..., Any] | None = None,
@@ -154,9 +158,11 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         )
         # A pair of Python ints: `nnx.jit` compares it with the windows of other layers.
         own["local_window_size"] = masks.window(_NAME, local_window_size)
+        self.is_causal = checks.flag(_NAME, "is_causal", is_causal)
         for name, x in {**own, "save": save}.items():
             setattr(self, name, x)
 
+    @keywords.known
     def __call__(
         self,
         inputs_q: jax.Array,
@@ -168,7 +174,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         rngs: nnx.Rngs | nnx.RngStream | None = None,
         sow_weights: bool = False,
         decode: bool | None = None,
-        is_causal: bool = False,
+        is_causal: bool | None = None,
         **options: Unpack[_CallKeywords],
     ) -> jax.Array:
         """Attends like Flax's layer.
@@ -180,7 +186,8 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
           rngs: rngs for dropout; None takes the layer's own.
           sow_weights: store the weights `[..., N, T, S]` before dropout as `nnx.Intermediate`.
           decode: take one query and the cache of `init_cache`; None takes the attribute.
-          is_causal: a query sees keys up to its own index. Decoding is causal anyway.
+          is_causal: a query sees keys up to its own index; None = as the layer was made. Decoding is causal
+            anyway.
           options: what is told of tokens, see `jax_attn_bwd.layers.multi_head`, in whose `mod_args` an
             `nnx.Param` may stand for its array; `input_positions`, `out_sharding`, `qkv_sharding`, where this
             Flax has them.
@@ -199,6 +206,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             expected, remedy = "be nnx.Rngs or an nnx.RngStream", "write rngs=nnx.Rngs(dropout=key)"
             raise TypeError(checks.message(_NAME, "rngs", expected, type(rngs).__name__, remedy))
         # What the call leaves out, the layer tells.
+        is_causal = multi_head.is_causal(_NAME, self.is_causal, is_causal)
         others: dict[str, Any] = {n: x for n, x in options.items() if n not in tokens and x is not None}
         decode = self.decode if decode is None else decode
         deterministic = self.deterministic if deterministic is None else deterministic
@@ -266,7 +274,9 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         return out if index is None else multi_head.within_room(out, length, index + 1)
 
 
-class _Conv(convs.ChecksNames, nnx.Module):
+class _Conv(keywords.ChecksNames, nnx.Module):
+    kind: ClassVar[str]
+
     def _build(self, arguments: dict[str, Any]) -> None:
         """Makes the layer of the arguments of its constructor."""
         config = convs.Config.of(self.kind, arguments)
@@ -302,6 +312,7 @@ class _Conv(convs.ChecksNames, nnx.Module):
         deterministic: bool | None = None, rngs: nnx.Rngs | None = None,
         return_attention_weights: bool) -> jax.Array | tuple[jax.Array, jax.Array]: ...
     # fmt: on
+    @keywords.known
     def __call__(
         self, x: convs.Nodes, graph: BipartiteCSC, edge_attr: jax.Array | None = None, *,
         deterministic: bool | None = None, rngs: nnx.Rngs | None = None,
@@ -404,7 +415,7 @@ class TransformerConv(_Conv):
         self._build(locals())
 
 
-class MultiScaleDeformableAttention(nnx.Module):
+class MultiScaleDeformableAttention(keywords.ChecksNames, nnx.Module):
     """Deformable-DETR's attention: each query looks at a few points of each feature map.
 
     Parameters: `sampling_offsets`, `attention_weights`, `value_proj`, `output_proj`, each an `nnx.Linear`.
@@ -454,7 +465,7 @@ class MultiScaleDeformableAttention(nnx.Module):
     sampling_locations = deformable.Calls.sampling_locations
 
 
-class GatedDeltaNet(nnx.Module):
+class GatedDeltaNet(keywords.ChecksNames, nnx.Module):
     """Gated DeltaNet, the linear attention of Qwen3-Next, from its projections to its output.
 
     Parameters: `in_proj_qkvz`, `in_proj_ba`, `out_proj`, each an `nnx.Linear`; of `conv1d`, an `nnx.Conv`,
@@ -511,6 +522,7 @@ class GatedDeltaNet(nnx.Module):
         self.conv_state: nnx.Cache[jax.Array] | None = nnx.data(None)
         self.recurrent_state: nnx.Cache[jax.Array] | None = nnx.data(None)
 
+    @keywords.known
     def __call__(
         self,
         x: jax.Array,
@@ -568,3 +580,51 @@ def load_torch(layer: nnx.Module, state: Mapping[str, Any], prefix: str = "") ->
     """
     params = nnx.to_pure_dict(nnx.state(layer, nnx.Param))
     nnx.update(layer, loaded(params, state, prefix))
+
+
+def replace_attention(model: _Model) -> _Model:
+    """Returns `model` with each `flax.nnx.MultiHeadAttention` as ours, its weights and cache kept.
+
+    Found are those in modules, lists, dicts, and stacks that `nnx.vmap` made for a scan. The model that is
+    given stays as it is; the new one has variables of its own, which begin as the same arrays.
+
+    Args:
+      model: a module, or another graph of NNX.
+
+    Raises:
+      TypeError: a layer, named by its path, is of a class of its own or has an attention function of the
+        caller's, and so may attend otherwise.
+      ValueError: the model has no such layer.
+
+    Example:
+      >>> from flax import nnx
+      >>> from jax_attn_bwd.layers.flax_nnx import MultiHeadAttention, replace_attention
+      >>> layer = nnx.MultiHeadAttention(2, 8, decode=False, rngs=nnx.Rngs(0))
+      >>> model = replace_attention(nnx.Sequential(layer, nnx.relu))
+      >>> isinstance(model.layers[0], MultiHeadAttention)
+      True
+    """
+    name, model = "replace_attention", nnx.clone(model)
+    found = [(path, x) for path, x in nnx.iter_graph(model) if isinstance(x, nnx.MultiHeadAttention)]
+    if not found:
+        expected = "hold a flax.nnx.MultiHeadAttention"
+        raise ValueError(checks.message(name, "model", expected, type(model).__name__))
+    for path, layer in found:
+        where, attention = ".".join(map(str, ("model", *path))), layer.attention_fn
+        if isinstance(layer, MultiHeadAttention):
+            continue
+        if type(layer) is not _flax_layer:
+            expected, remedy = "be a flax.nnx.MultiHeadAttention itself", "derive it from this module's"
+            raise TypeError(checks.message(name, where, expected, type(layer).__name__, remedy))
+        if attention is not nnx.dot_product_attention and not is_ours(attention):
+            expected = "have Flax's own attention_fn, or one of jax_attn_bwd"
+            remedy = "configured_attention_fn takes rope=, bias= and other options"
+            raise TypeError(checks.message(name, where, expected, attention, remedy))
+        # The clone is nobody else's: whatever holds the layer, and a scan over it, keeps it as it is.
+        layer.__class__ = MultiHeadAttention
+        own = {**multi_head.OPTIONS, "is_causal": False, "save": "inputs"}
+        if attention is nnx.dot_product_attention:
+            own["attention_fn"] = _own_attention
+        for option, x in own.items():
+            setattr(layer, option, x)
+    return model

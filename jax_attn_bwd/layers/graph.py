@@ -73,7 +73,7 @@ References:
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, NamedTuple, Self, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -202,27 +202,6 @@ class Config:
     def out_width(self) -> int:
         """Returns the width of the output, H * C or C."""
         return self.width if self.concat else self.out_channels
-
-
-# Arguments of PyTorch Geometric's layers that ours do not have, and what to write instead.
-_NOT_TAKEN = {
-    "aggr": "messages are added up; edge_sum, edge_mean and edge_max of jax_attn_bwd reduce them otherwise",
-    "flow": "messages go from sources to destinations; for 'target_to_source' swap src and dst",
-    "node_dim": "nodes are the last axis but one, [..., nodes, channels]",
-}
-
-
-class ChecksNames:
-    """Tells what to write for arguments that PyTorch Geometric's layers have and these do not."""
-
-    kind: ClassVar[str]
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Makes the layer, or raises."""
-        for name in _NOT_TAKEN.keys() & kwargs.keys():
-            got, remedy = repr(kwargs[name]), _NOT_TAKEN[name]
-            raise TypeError(checks.message(cls.kind, name, "be left out", got, remedy))
-        return super().__new__(cls)
 
 
 class LinearSpec(NamedTuple):

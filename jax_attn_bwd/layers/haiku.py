@@ -9,7 +9,7 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 
-from jax_attn_bwd._core import checks
+from jax_attn_bwd._core import checks, keywords
 from jax_attn_bwd._core.types import Fill, Implementation, Integers, Save
 from jax_attn_bwd.layers import deformable, multi_head
 from jax_attn_bwd.layers import gated_delta_net as delta_net
@@ -35,7 +35,7 @@ _NAMES = {"w": "kernel", "b": "bias", "scale": "scale"}  # of parameters, here a
 _XAVIER = hk.initializers.VarianceScaling(1.0, "fan_avg", "uniform")
 
 
-class MultiHeadAttention(hk.MultiHeadAttention):
+class MultiHeadAttention(keywords.ChecksNames, hk.MultiHeadAttention):
     """`haiku.MultiHeadAttention` as one rule over the whole layer, `jax_attn_bwd.multi_head_attention`.
 
     Every argument of Haiku's, the same parameters ("query", "key", "value", "linear", each with "w" and "b")
@@ -98,6 +98,7 @@ class MultiHeadAttention(hk.MultiHeadAttention):
         self._options: dict[str, Any] = {**options, "precision": precision}
         self._without_cache: dict[str, Any] = dict(is_causal=is_causal, save=save)
 
+    @keywords.known
     def __call__(
         self,
         query: jax.Array,
@@ -108,6 +109,7 @@ class MultiHeadAttention(hk.MultiHeadAttention):
         bias: jax.Array | None = None,
         dropout_rate: float = 0.0,
         broadcast_dropout: bool = False,
+        is_causal: bool | None = None,
         **tokens: Unpack[multi_head.Tokens],
     ) -> jax.Array:
         """Attends like Haiku's layer, with a bias, dropout and what tells sequences apart.
@@ -120,6 +122,8 @@ class MultiHeadAttention(hk.MultiHeadAttention):
           bias: broadcasts to `[..., N, T, S]`, floating; added to the logits.
           dropout_rate: probability of dropping an attention probability, with `hk.next_rng_key()`.
           broadcast_dropout: one dropout mask for batch and heads.
+          is_causal: a query sees keys up to its own index; None = as the layer was made. With a cache it does
+            anyway.
           tokens: see `jax_attn_bwd.layers.multi_head`.
 
         Returns:
@@ -147,6 +151,7 @@ class MultiHeadAttention(hk.MultiHeadAttention):
             out = self._decoded(params, query, key, value, mask, bias, tokens)
             return multi_head.nan_if_additive(out, numbers)
         given: dict[str, Any] = {**tokens, **self._options, **self._without_cache}
+        given["is_causal"] = multi_head.is_causal(_NAME, given["is_causal"], is_causal)
         given |= dict(mask=mask, bias=bias, dropout_rate=dropout_rate, broadcast_dropout=broadcast_dropout)
         dropout_key = hk.next_rng_key() if dropout_rate else None
         out = multi_head.attend(params, (query, key, value), dropout_key=dropout_key, **given)
@@ -178,7 +183,8 @@ class MultiHeadAttention(hk.MultiHeadAttention):
 
 
 @dataclass(eq=False, repr=False)
-class _Conv(convs.ChecksNames, hk.Module):
+class _Conv(keywords.ChecksNames, hk.Module):
+    kind: ClassVar[str]
     out_channels: int
     heads: int = 1
     concat: bool = True
@@ -216,6 +222,7 @@ class _Conv(convs.ChecksNames, hk.Module):
         is_training: bool | None = None, return_attention_weights: bool
     ) -> jax.Array | tuple[jax.Array, jax.Array]: ...
     # fmt: on
+    @keywords.known
     def __call__(
         self, x: convs.Nodes, graph: BipartiteCSC, edge_attr: jax.Array | None = None, *,
         is_training: bool | None = None, return_attention_weights: bool = False,
@@ -309,7 +316,7 @@ class TransformerConv(_Conv):
     kind: ClassVar[str] = "TransformerConv"
 
 
-class MultiScaleDeformableAttention(hk.Module):
+class MultiScaleDeformableAttention(keywords.ChecksNames, hk.Module):
     """Deformable-DETR's attention: each query looks at a few points of each feature map.
 
     Parameters: `sampling_offsets`, `attention_weights`, `value_proj`, `output_proj`, each an `hk.Linear` with
@@ -361,7 +368,7 @@ class MultiScaleDeformableAttention(hk.Module):
     sampling_locations = deformable.Calls.sampling_locations
 
 
-class GatedDeltaNet(hk.Module):
+class GatedDeltaNet(keywords.ChecksNames, hk.Module):
     """Gated DeltaNet, the linear attention of Qwen3-Next, from its projections to its output.
 
     Parameters: `in_proj_qkvz`, `in_proj_ba`, `out_proj` and `conv1d`, each with `w`; `norm` with `scale`;
@@ -402,6 +409,7 @@ class GatedDeltaNet(hk.Module):
         self.config, self.decode = delta_net.configure(*sizes, options), decode
         self._w_init = w_init or _XAVIER
 
+    @keywords.known
     def __call__(
         self, x: jax.Array, *, seq_lengths: Integers | None = None, segment_ids: Integers | None = None
     ) -> jax.Array:

@@ -1,11 +1,12 @@
 """Layers for Keras 3 on its JAX backend, which they choose where nothing has chosen one before Keras."""
 
 import dataclasses
+import inspect
 import math
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Unpack
 
@@ -17,7 +18,7 @@ if "keras" not in sys.modules:
 import keras
 from keras.src import backend
 
-from jax_attn_bwd._core import checks, masks
+from jax_attn_bwd._core import checks, keywords, masks
 from jax_attn_bwd._core.rotary import Rotary
 from jax_attn_bwd._core.types import Implementation
 from jax_attn_bwd.layers import multi_head
@@ -49,6 +50,7 @@ class _Layer(keras.layers.Layer):
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
+        _check_names(self, kwargs)
         options = {name: kwargs.pop(name, default) for name, default in multi_head.OPTIONS.items()}
         super().__init__(*args, **kwargs)
         name = type(self).__name__
@@ -68,6 +70,7 @@ class _Layer(keras.layers.Layer):
             own["rotary"] = dataclasses.asdict(own["rotary"])
         return {**super().get_config(), **own}
 
+    @keywords.known
     def call(
         self, query, value, key=None, query_mask=None, value_mask=None, key_mask=None, attention_mask=None,
         return_attention_scores=False, training=None, use_causal_mask=False, **tokens: Unpack[Tokens],
@@ -184,6 +187,7 @@ class GroupedQueryAttention(_Layer, keras.layers.GroupQueryAttention):
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
+        _check_names(self, kwargs)
         super().__init__(*args, **kwargs)
         if not self._is_overridden():
             self.num_repeats = 1
@@ -207,6 +211,16 @@ def _leave_out(layer: str, seen: Seen, query, value, query_mask, value_mask, key
     for side, mask, segment in padding:
         if mask is not None and seen[names[side]] is not None:
             seen[names[side]] = jnp.where(jnp.asarray(mask, bool), seen[names[side]], segment)
+
+
+def _check_names(layer: Any, given: Mapping[str, Any]) -> None:
+    """Answers a word of another library; what nobody knows Keras refuses itself."""
+    base = next(c for c in type(layer).__mro__ if c.__module__.startswith("keras."))
+    names = {*inspect.signature(base).parameters, *multi_head.OPTIONS}
+    others = keywords.names_of(_Layer.call)
+    for name in given.keys() - names:
+        if keywords.remedy(name, names) or name in others or keywords.remedy(name, others):
+            raise keywords.unexpected(f"{type(layer).__name__}.__init__", name, names, others)
 
 
 def _attend(

@@ -148,6 +148,19 @@ def attend(
     return multi_head_attention(params, arrays[0], k, v, **options)
 
 
+def is_causal(layer: str, built: bool, called: Any) -> bool:
+    """Tells whether a call is causal: its own word, None where it has none, or that of the constructor."""
+    if called is None:
+        return built
+    called = checks.flag(layer, "is_causal", called)
+    if built and not called:
+        remedy = "leave it out, or make the layer without is_causal=True"
+        raise ValueError(
+            checks.message(layer, "is_causal", "agree with the layer's own, True", False, remedy)
+        )
+    return called
+
+
 def check_values(layer: str, query: jax.Array, key: jax.Array | None, value: jax.Array | None) -> None:
     """Raises for a mask that is handed over by position, as a third array, and warns where it may be one."""
     if value is None or value is query or value is key:

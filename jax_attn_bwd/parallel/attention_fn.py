@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jax_attn_bwd._core import checks
+from jax_attn_bwd._core import checks, keywords
 from jax_attn_bwd._core.sharding import reshard_like
 from jax_attn_bwd._core.types import ExchangeKind, SequenceLayout
 from jax_attn_bwd.layers import attention_fn as layers
@@ -31,6 +31,7 @@ _OF_BATCH = tuple(name for name, axes in AXES.items() if not axes and name != "b
 _Names = str | tuple[str, ...] | None
 
 
+@keywords.known
 def attention_fn(
     mesh: Any,
     *,

@@ -9,7 +9,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jax_attn_bwd._core import checks
+from jax_attn_bwd._core import checks, keywords
 from jax_attn_bwd._core.types import Array
 from jax_attn_bwd.ops.deformable import multi_scale_deformable_attention
 from jax_attn_bwd.ops.deformable.arguments import level_shapes
@@ -19,6 +19,7 @@ from jax_attn_bwd.parallel.arguments import Axes, check_axis, run_on_parts
 _NAME = "sharded_multi_scale_deformable_attention"
 
 
+@keywords.known
 def sharded_multi_scale_deformable_attention(
     value: Array | Sequence[Array],
     spatial_shapes: Sequence[Sequence[int]] | np.ndarray,

@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_attn_bwd._core import checks
+from jax_attn_bwd._core import checks, keywords
 
 
+@keywords.known
 def zigzag(x: jax.Array, n: int, axis: int = 0) -> jax.Array:
     """`x` in an order whose n-th parts hold two stretches each: of 2n stretches, part i has i and 2n - 1 - i.
 
@@ -46,12 +47,14 @@ def zigzag(x: jax.Array, n: int, axis: int = 0) -> jax.Array:
     return _reordered(x, axis, _stretches(n))
 
 
+@keywords.known
 def unzigzag(x: jax.Array, n: int, axis: int = 0) -> jax.Array:
     """The inverse of `zigzag`: the same arguments, gradients and errors."""
     x, axis, n = _checked("unzigzag", x, n, axis, 2)
     return _reordered(x, axis, np.argsort(_stretches(n)))
 
 
+@keywords.known
 def striped(x: jax.Array, n: int, axis: int = 0) -> jax.Array:
     """`x` in an order whose n-th parts hold every n-th token: part i has i, i + n, i + 2n and so on.
 
@@ -84,6 +87,7 @@ def striped(x: jax.Array, n: int, axis: int = 0) -> jax.Array:
     return _transposed(x, axis, (x.shape[axis] // n, n))
 
 
+@keywords.known
 def unstriped(x: jax.Array, n: int, axis: int = 0) -> jax.Array:
     """The inverse of `striped`: the same arguments, gradients and errors."""
     x, axis, n = _checked("unstriped", x, n, axis, 1)

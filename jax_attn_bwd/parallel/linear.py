@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_attn_bwd._core import backend, checks, pallas
+from jax_attn_bwd._core import backend, checks, keywords, pallas
 from jax_attn_bwd._core.numerics import accumulator_dtype, saturated
 from jax_attn_bwd._core.operation import Operation
 from jax_attn_bwd._core.sharding import match_type, tie, vary_over, varying
@@ -70,6 +70,7 @@ def gated_delta_rule(
     return_final_state: bool, **options: Unpack[CutKeywords]
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 # fmt: on
+@keywords.known
 def gated_delta_rule(
     query: Array,
     key: Array,
@@ -134,6 +135,7 @@ def gated_linear_attention(
     return_final_state: bool, **options: Unpack[CutKeywords]
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 # fmt: on
+@keywords.known
 def gated_linear_attention(
     query: Array, key: Array, value: Array, log_decay: Array | None = None, *, axis_name: str,
     return_final_state: bool = False, **options: Unpack[CutKeywords],

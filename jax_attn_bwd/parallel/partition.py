@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jax_attn_bwd._core import checks
+from jax_attn_bwd._core import checks, keywords
 from jax_attn_bwd._core.trees import exportable_dataclass
 from jax_attn_bwd.ops.graph import BipartiteCSC
 
@@ -130,6 +130,7 @@ class PartitionedGraph:
         return replace(self, **parts, **jax.device_put(whole, NamedSharding(mesh, PartitionSpec())))
 
 
+@keywords.known
 def partition_graph(graph: BipartiteCSC, n: int, *, parts: Any = "balanced") -> PartitionedGraph:
     """Cuts a graph by its destinations into `n` parts, one for each device along a mesh axis.
 

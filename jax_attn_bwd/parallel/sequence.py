@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_attn_bwd._core import checks, pallas
+from jax_attn_bwd._core import checks, keywords, pallas
 from jax_attn_bwd._core.operation import Operation
 from jax_attn_bwd._core.sharding import match_types, tie
 from jax_attn_bwd._core.types import Array, SequenceLayout, typed_like
@@ -53,6 +53,7 @@ def ring_attention(
     axis_name: str, return_residual: bool, **options: Unpack[SequenceKeywords]
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 # fmt: on
+@keywords.known
 def ring_attention(
     query: Array,
     key: Array,
@@ -149,6 +150,7 @@ def ring_attention(
 
 
 @typed_like(ring_attention)
+@keywords.known
 def all_gather_attention(
     query: Array, key: Array, value: Array, bias: Array | None = None, mask: Array | None = None, *,
     axis_name: str, return_residual: bool = False, **options: Unpack[SequenceKeywords],
@@ -178,6 +180,7 @@ def all_gather_attention(
 
 
 @typed_like(ring_attention)
+@keywords.known
 def ulysses_attention(
     query: Array, key: Array, value: Array, bias: Array | None = None, mask: Array | None = None, *,
     axis_name: str, return_residual: bool = False, **options: Unpack[SequenceKeywords],

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_attn_bwd._core import checks, dropout
+from jax_attn_bwd._core import checks, dropout, keywords
 from jax_attn_bwd._core.numerics import accumulator_dtype, to_rank
 from jax_attn_bwd._core.sharding import varying
 from jax_attn_bwd._core.types import Array, Reduce
@@ -50,6 +50,7 @@ def tensor_parallel_multi_head_attention(
     forward_mode: bool = False, **options: Unpack[LayerKeywords]
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 # fmt: on
+@keywords.known
 def tensor_parallel_multi_head_attention(
     params: MultiHeadAttentionParams[Array],
     query: Array,

@@ -231,7 +231,7 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
         for what in ("forward", "step")
     },
     "deformable decoder, 300 queries": partial(_deformable, 300),
-    # no row of README's table counts these: their names begin otherwise than those of the operators alone
+    # no row of the page Speed counts these: their names begin otherwise than those of the operators alone
     "between sines: softmax [512,257]": partial(_softmax, 512, 257, wrap=_between_sines),
     "between sines: dense B8 T128 N8 H64, bias": partial(_biased, 8, 128, 8, 64, wrap=_between_sines),
     "between sines: multi-head B4 T128 E256 N8": partial(_layer, 4, 128, 256, 8, wrap=_between_sines),

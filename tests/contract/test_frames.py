@@ -1,8 +1,8 @@
 """Between a public call and its first product stand at most eight functions of the package, its own included.
 
 Counted are the Python frames in files of the package when the product is bound, in a call that is traced
-anew; comprehensions are no calls. The product is a `dot_general`; of an operator without one what reads rows
-or adds them up, or the exponential.
+anew; comprehensions are no calls, and the guard of keywords stands before the call. The product is a
+`dot_general`; of an operator without one what reads rows or adds them up, or the exponential.
 """
 
 import sys
@@ -28,7 +28,8 @@ def frames() -> list[str]:
     frame, found = sys._getframe(2), []
     while frame is not None:
         path, name = Path(frame.f_code.co_filename), frame.f_code.co_name
-        if ROOT in path.parents and path.name != "cases.py" and (name[0] != "<" or name == "<lambda>"):
+        counts = path.name not in ("cases.py", "keywords.py") and (name[0] != "<" or name == "<lambda>")
+        if ROOT in path.parents and counts:
             found.append(f"{path.relative_to(ROOT)}: {name}")
         frame = frame.f_back
     return found[::-1]

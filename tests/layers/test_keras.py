@@ -297,7 +297,7 @@ def test_errors(monkeypatch):
     with pytest.raises(TypeError, match=r"unexpected keyword argument 'query_position'\. Did you mean"):
         layer(x[:, 0], x[:, 0], query_position=jnp.arange(T))
     with pytest.raises(ValueError, match="Unrecognized keyword arguments passed to MultiHeadAttention"):
-        ours.MultiHeadAttention(2, 4, soft_cap=2.0)
+        ours.MultiHeadAttention(2, 4, nobodys_word=2.0)
     monkeypatch.setattr(keras.backend, "backend", lambda: "torch")
     with pytest.raises(ImportError, match=r"needs the JAX backend of Keras, got 'torch'; set .*=jax"):
         importlib.reload(ours)

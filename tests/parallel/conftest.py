@@ -1,4 +1,4 @@
-"""What runs over several CPU devices is compiled anew for each test: see the README, "Known limits"."""
+"""What runs over several CPU devices is compiled anew for each test: see the page "Limits"."""
 
 import jax
 import pytest

@@ -26,9 +26,11 @@ def test_every_public_name_has_a_page_and_a_docstring():
 
 def test_what_readme_says_is_on_the_pages_with_its_links():
     reference = importlib.import_module("reference")
-    shown = reference.expanded("::: readme Speed\n::: readme On an NVIDIA GPU today", DOCS / "pages")
-    assert "`tests/bench/results` in the repository" in shown
-    assert "[how batch and heads lie](sharding.md#batch-and-heads)" in shown
+    shown = reference.expanded(
+        "::: readme Where to read on\n::: readme On an NVIDIA GPU today", DOCS / "pages"
+    )
+    assert "`notebooks` in the repository" in shown
+    assert "[what cuDNN takes](what_runs_where.md#cudnn)" in shown
     assert "## " not in shown.replace("### ", "")
 
 

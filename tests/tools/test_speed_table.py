@@ -1,4 +1,4 @@
-"""README's table of speed says what the files in `tests/bench/results` hold: medians, and least to most."""
+"""The page Speed says what the files in `tests/bench/results` hold, and README what the page says."""
 
 import json
 import re
@@ -9,7 +9,10 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "tests" / "bench" / "results"
+PAGE = (ROOT / ".docs" / "pages" / "speed.md").read_text()
+README = (ROOT / "README.md").read_text()
 VERSIONS = ("0.10.2", "0.12.0.1")
+MACHINES = ("AMD EPYC", "Intel Xeon")  # others are not noted in the file
 LARGE = r"T=S=(2048|4096) (full|causal), .*"
 # step, what it is beside, and where its cases are: the file of results, cases, contenders
 STEPS = [
@@ -89,16 +92,60 @@ def told(ratios: list[float]) -> str:
     return words[0] if words[1] == words[2] else f"{words[0]} ({words[1]} to {words[2]})"
 
 
+def heading(name: str, version: str) -> str:
+    """The heading of the table of one machine and one JAX that a results file belongs to."""
+    device = json.loads((RESULTS / f"{name}_cpu_jax{version}.json").read_text())["device"]
+    found = [machine for machine in MACHINES if set(machine.split()) <= set(re.split(r"\W+", device))]
+    return f"## {found[0] if found else 'x86-64, make not noted'}, JAX {version}"
+
+
+def tables() -> dict[str, list[str]]:
+    """The rows of the page's tables of CPUs, by heading."""
+    parts = re.split(r"^(?=## )", PAGE, flags=re.MULTILINE)
+    rows_of = lambda part: re.findall(r"^\| (?!---|step).*", part, re.MULTILINE)
+    return {part.splitlines()[0]: rows_of(part) for part in parts if ", JAX " in part.splitlines()[0]}
+
+
 @pytest.mark.parametrize(
     ("step", "beside", "name", "cases", "contenders"), STEPS, ids=[f"{s}-{b}" for s, b, *_ in STEPS]
 )
 def test_each_figure_is_the_median_of_what_was_measured(step, beside, name, cases, contenders):
-    cells = [told(figures(name, cases, contenders, version)) for version in VERSIONS]
-    assert set(cells) != {"-"}
-    line = f"| {step} | {beside} | `{name}` | {' | '.join(cells)} |"
-    assert line in (ROOT / "README.md").read_text().splitlines(), line
+    cells = {version: told(figures(name, cases, contenders, version)) for version in VERSIONS}
+    assert set(cells.values()) != {"-"}
+    for version, cell in cells.items():
+        if cell != "-":
+            assert f"| {step} | {beside} | `{name}` | {cell} |" in tables()[heading(name, version)]
 
 
 def test_no_step_is_told_that_was_not_measured():
-    table = (ROOT / "README.md").read_text().split("## Speed")[1].split("\n## ")[0]
-    assert len(re.findall(r"^\| (?!---|step)", table, re.MULTILINE)) == len(STEPS)
+    measured = sum(told(figures(*where, version)) != "-" for _, _, *where in STEPS for version in VERSIONS)
+    assert sum(map(len, tables().values())) == measured
+
+
+def test_readme_says_what_the_page_says_of_the_newest_jax():
+    """Each figure of the first table, found by its number in a row of the page."""
+    newest = "\n".join(line for head, lines in tables().items() if VERSIONS[-1] in head for line in lines)
+    told_of = {  # a row of README's table: the steps that its figures are of
+        "| a CPU, sequences": [("dense .* 512 tokens.*", "1.7"), ("dense .* batch 2, 2,048.*", "3.6"),
+                                   (r"dense .* \| torch", "0.59")],
+        "| a CPU, shorter": [("dense .* 1 to 256 tokens.*", "1.1")],
+        "| a CPU, deformable": [("deformable .* 300 q.*", "4.3"), ("deformable .* 5,440 q.*", "8.7")],
+        "| a CPU, graphs": [("GAT, 25,000.*", "3.0"), ("GAT, 1,600.*", "0.94")],
+        "| linear attention": [("gated delta rule.*", "2.5")],
+        "| masks, biases": [("12 masks.*", "2.8")],
+        "**What it costs**": [("compiling one call .* 2,048.*", "0.45"), ("compiling a .* 1,024.*", "0.77")],
+    }  # fmt: skip
+    for words, steps in told_of.items():
+        line = README.split(words)[1].split("\n\n" if words.startswith("**") else "\n")[0]
+        for step, figure in steps:
+            assert figure in line
+            assert re.search(rf"^\| {step} .*\| {re.escape(figure)} .*\|$", newest, re.MULTILINE), step
+    h100 = PAGE.split("## An H100\n")[1].split("\n## ")[0]
+    assert "| batch 4, 4,096 tokens, 16 heads of 128, causal | 2.6 | 17 | 18 | 2.2 |" in h100
+    assert "2.6 ms where `jax.nn` takes 18 and cuDNN 2.2 (4,096 tokens, causal, H100)" in README
+    measured = (RESULTS / "nvidia_h100.md").read_text()
+    assert "| 17.4 (1621) | 2.61 (2) | 2.67 (128) | 2.25 (130) | 18.4 (10241) | 2.24 (130) |" in measured
+
+
+def test_readme_is_short():
+    assert len(README.splitlines()) <= 150

@@ -97,3 +97,34 @@ def test_it_tells_chips_dtypes_and_sizes(operator):
                 assert runs(operator, implementation, chip, dtype, 128) == expected, (chip, name)
                 assert runs(operator, implementation, chip, dtype, limit) == expected, (chip, name, limit)
                 assert not runs(operator, implementation, chip, dtype, 2 * limit), (chip, name, 2 * limit)
+
+
+# a card of README's table, as its maker calls it; a cell: what the first implementation that is ok is
+CARDS = {
+    "H100, H200": ("NVIDIA H100 80GB HBM3", "NVIDIA H200"),
+    "A100": ("NVIDIA A100-SXM4-80GB",),
+    "L40S": ("NVIDIA L40S",),
+    "RTX 4090": ("NVIDIA GeForce RTX 4090",),
+    "B200": ("NVIDIA B200",),
+    "T4, V100 and older": ("Tesla T4", "Tesla V100-SXM2-16GB", "Tesla P100-PCIE-16GB"),
+}
+PICKED = {"mosaic_gpu": "our kernels", "cudnn": "cuDNN", "xla": "portable code"}
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="README tells of the newest JAX")
+@pytest.mark.parametrize("cards", CARDS)
+def test_readme_says_what_each_card_runs(cards):
+    readme = PAGE.parents[2] / "README.md"
+    (row,) = [x for x in readme.read_text().splitlines() if x.startswith(f"| {cards} | ")]
+    halves = ("dot_product_attention", "bfloat16"), ("dot_product_attention", "float16")
+    columns = [halves, [("dot_product_attention", "float32")], [("scaled_masked_softmax", "bfloat16")]]
+    columns.append([(name, "bfloat16") for name in ("graph_attention", "multi_scale_deformable_attention")])
+    for cell, calls in zip(row.split(" | ")[1:], columns, strict=True):
+        for name, dtype in calls:
+            array = lambda *shape, dtype=dtype: jax.ShapeDtypeStruct(shape, dtype)
+            for card in CARDS[cards]:
+                found = explain(getattr(jax_attn_bwd, name), **CALLS[name](array, 64), platform=card)
+                picked = next(i for i, reason in found.items() if reason == "ok")
+                assert cell.removesuffix(" |").split(", kernels")[0] == PICKED[picked], (card, name, dtype)
+                if calls is columns[-1]:
+                    assert ("kernels to enable" in cell) == ("mosaic_gpu" not in found.refused)

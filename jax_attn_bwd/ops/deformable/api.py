@@ -1,13 +1,12 @@
 """Multi-scale deformable attention: the public functions and the rules."""
 
-from collections.abc import Callable, Sequence
-from functools import wraps
-from typing import ParamSpec, TypeVar, Unpack
+from collections.abc import Sequence
+from typing import Unpack
 
 import jax
 import numpy as np
 
-from jax_attn_bwd._core import backend, checks, fusion
+from jax_attn_bwd._core import backend, checks, fusion, keywords
 from jax_attn_bwd._core.operation import Operation
 from jax_attn_bwd._core.sharding import reshard_like
 from jax_attn_bwd._core.types import Array, Implementation, Normalize, PaddingMode, SamplingMethod
@@ -27,26 +26,9 @@ from jax_attn_bwd.ops.deformable.spec import (
 )
 
 _NAME = "multi_scale_deformable_attention"
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
-def _without_starts(call: Callable[P, R]) -> Callable[P, R]:
-    """Tells a call with the arguments of Deformable-DETR, by position, which of them is not among ours."""
-
-    @wraps(call)
-    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-        if len(args) > 4:
-            expected = "be given by name, or left out: it follows from spatial_shapes"
-            remedy = f"write {_NAME}(value, spatial_shapes, sampling_locations, attention_weights)"
-            got = f"{len(args)} arguments by position"
-            raise TypeError(checks.message(_NAME, "level_start_index", expected, got, remedy))
-        return call(*args, **kwargs)
-
-    return checked
-
-
-@_without_starts
+@keywords.known
 def multi_scale_deformable_attention(
     value: Array | Sequence[Array],
     spatial_shapes: Sequence[Sequence[int]] | np.ndarray,
@@ -139,6 +121,7 @@ def multi_scale_deformable_attention(
     return _OPERATION.runner(_NAME, forward_mode)(plan, operands)
 
 
+@keywords.known
 def multi_scale_deformable_attention_bwd(
     dout: Array,
     value: Array | Sequence[Array],

@@ -40,6 +40,12 @@ def prepare(
             f"{name}: sampling_locations all lie outside [-1, 2]: they are (x, y) from 0 to 1 across each"
             " level; from pixels write (pixels + 0.5) / (W, H)"
         )
+    widest = max(max(shape) for shape in shapes)
+    if locations.dtype == jnp.bfloat16 and widest >= 32:  # an eighth of a pixel and more
+        checks.warn(
+            f"{name}: sampling_locations in bfloat16 are off by up to W / 256 pixels, {widest / 256:g} on the"
+            f" widest of these levels; compute and pass them in float32, beside a {value.dtype} value"
+        )
 
     # how they lie on an Explicit mesh
     value, locations, weights = map(sharding.without_ones, (value, locations, weights))

@@ -5,7 +5,7 @@ from typing import Any, Literal, Unpack, overload
 
 import jax
 
-from jax_attn_bwd._core import checks, head_scale, trees
+from jax_attn_bwd._core import checks, head_scale, keywords, trees
 from jax_attn_bwd._core.numerics import accumulator_dtype
 from jax_attn_bwd._core.operation import Operation
 from jax_attn_bwd._core.sharding import reshard_like
@@ -47,6 +47,7 @@ def dot_product_attention(
     return_residual: bool, forward_mode: bool = False, **options: Unpack[DotProductAttentionKeywords]
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 # fmt: on
+@keywords.known
 def dot_product_attention(
     query: Array,
     key: Array,
@@ -200,6 +201,7 @@ def dot_product_attention(
     return (out, lse) if return_residual else out
 
 
+@keywords.known
 def dot_product_attention_bwd(
     dout: Array,
     query: Array,

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_attn_bwd._core import backend, checks, dropout, fusion, head_scale, pallas, split
+from jax_attn_bwd._core import backend, checks, dropout, fusion, head_scale, keywords, pallas, split
 from jax_attn_bwd._core.numerics import accumulator_dtype
 from jax_attn_bwd._core.operation import Operation
 from jax_attn_bwd._core.sharding import match_type
@@ -72,6 +72,7 @@ def graph_attention(
     return_attention_weights: bool = False, return_residual: bool = False,
     forward_mode: bool = False, **options: Unpack[GraphAttentionKeywords]) -> jax.Array | Pair | Triple: ...
 # fmt: on
+@keywords.known
 def graph_attention(
     graph: BipartiteCSC,
     src: Array,
@@ -174,6 +175,7 @@ def graph_attention(
 
 
 @typed_like(graph_attention)
+@keywords.known
 def graph_attention_v2(
     graph: BipartiteCSC, src: Array, dst: Array | None, attention_weights: Array, *, num_heads: int,
     edge: Array | None = None, concat_heads: bool = True, activation: Activation = "leaky_relu",
@@ -261,6 +263,7 @@ def graph_transformer_attention(
     forward_mode: bool = False,
     **options: Unpack[GraphTransformerAttentionKeywords]) -> jax.Array | Pair | Triple: ...
 # fmt: on
+@keywords.known
 def graph_transformer_attention(
     graph: BipartiteCSC,
     query: Array,
@@ -340,6 +343,7 @@ def graph_transformer_attention(
     return _OPERATION.runner(name, forward_mode)(plan, operands)
 
 
+@keywords.known
 def graph_attention_bwd(
     dout: Array | None,
     graph: BipartiteCSC,
@@ -385,6 +389,7 @@ def graph_attention_bwd(
     return _additive_gradients(graph_attention, GAT, graph, nodes, cotangents, wrt, options)
 
 
+@keywords.known
 def graph_attention_v2_bwd(
     dout: Array | None, graph: BipartiteCSC, src: Array, dst: Array | None, attention_weights: Array, *,
     out: Array | None = None, lse: Array | None = None, dweights: Array | None = None,
@@ -404,6 +409,7 @@ def graph_attention_v2_bwd(
     return _additive_gradients(graph_attention_v2, GATv2, graph, nodes, cotangents, wrt, options)
 
 
+@keywords.known
 def graph_transformer_attention_bwd(
     dout: Array | None,
     graph: BipartiteCSC,

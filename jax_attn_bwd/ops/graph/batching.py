@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_attn_bwd._core import checks
+from jax_attn_bwd._core import checks, keywords
 from jax_attn_bwd._core.trees import exportable_dataclass
 from jax_attn_bwd.ops.graph.groups import LIMIT
 from jax_attn_bwd.ops.graph.structure import BipartiteCSC, edges, equal
@@ -129,6 +129,7 @@ class GraphBatch:
         return f"GraphBatch({counts}, {rows})"
 
 
+@keywords.known
 def batch_graphs(
     graphs: Sequence[BipartiteCSC],
     *,

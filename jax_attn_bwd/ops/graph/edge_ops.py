@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_attn_bwd._core import backend, checks
+from jax_attn_bwd._core import backend, checks, keywords
 from jax_attn_bwd._core.operation import Operation
 from jax_attn_bwd._core.sharding import explicit_spec, match_type, reshard_like
 from jax_attn_bwd._core.types import Array, Implementation
@@ -23,6 +23,7 @@ from jax_attn_bwd.ops.graph.spec import EdgeKeywords
 from jax_attn_bwd.ops.graph.structure import BipartiteCSC
 
 
+@keywords.known
 def edge_sum(
     graph: BipartiteCSC,
     edge: jax.Array,
@@ -60,6 +61,7 @@ def edge_sum(
     return _reduced("edge_sum", graph, edge, forward_mode, implementation)
 
 
+@keywords.known
 def edge_mean(
     graph: BipartiteCSC, edge: jax.Array, *, forward_mode: bool = False,
     implementation: Implementation | None = None,
@@ -80,6 +82,7 @@ def edge_mean(
     return _reduced("edge_mean", graph, edge, forward_mode, implementation)
 
 
+@keywords.known
 def edge_max(
     graph: BipartiteCSC, edge: jax.Array, *, forward_mode: bool = False,
     implementation: Implementation | None = None,
@@ -109,6 +112,7 @@ def edge_max(
     return _reduced("edge_max", graph, edge, forward_mode, implementation)
 
 
+@keywords.known
 def edge_sum_bwd(dout: jax.Array, graph: BipartiteCSC, **options: Unpack[EdgeKeywords]) -> jax.Array:
     """Computes the gradient of `edge_sum` with respect to `edge`.
 
@@ -132,6 +136,7 @@ def edge_sum_bwd(dout: jax.Array, graph: BipartiteCSC, **options: Unpack[EdgeKey
     return _gradient("edge_sum", dout, graph, options)
 
 
+@keywords.known
 def edge_mean_bwd(dout: jax.Array, graph: BipartiteCSC, **options: Unpack[EdgeKeywords]) -> jax.Array:
     """Computes the gradient of `edge_mean` with respect to `edge`, as `edge_sum_bwd` does that of the sum.
 
@@ -147,6 +152,7 @@ def edge_mean_bwd(dout: jax.Array, graph: BipartiteCSC, **options: Unpack[EdgeKe
     return _gradient("edge_mean", dout, graph, options)
 
 
+@keywords.known
 def edge_max_bwd(
     dout: jax.Array, graph: BipartiteCSC, edge: jax.Array, out: jax.Array, **options: Unpack[EdgeKeywords]
 ) -> jax.Array:
@@ -173,6 +179,7 @@ def edge_max_bwd(
     return _gradient("edge_max", dout, graph, options, edge, out)
 
 
+@keywords.known
 def edge_softmax(
     graph: BipartiteCSC,
     scores: Array,
@@ -221,6 +228,7 @@ def edge_softmax(
     return _run(name, graph, _by_edge(name, "scores", graph, scores), forward_mode, implementation)
 
 
+@keywords.known
 def edge_softmax_bwd(
     dweights: Array, graph: BipartiteCSC, weights: Array, **options: Unpack[EdgeKeywords]
 ) -> jax.Array:

@@ -6,7 +6,7 @@ from typing import Any, Literal, Unpack, overload
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_attn_bwd._core import backend, checks
+from jax_attn_bwd._core import backend, checks, keywords
 from jax_attn_bwd._core.operation import Operation
 from jax_attn_bwd._core.sharding import reshard_like
 from jax_attn_bwd._core.types import Array, Implementation, Integers
@@ -48,6 +48,7 @@ def gated_delta_rule(
     return_final_state: bool, forward_mode: bool = False, **options: Unpack[LinearAttentionKeywords]
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 # fmt: on
+@keywords.known
 def gated_delta_rule(
     query: Array,
     key: Array,
@@ -166,6 +167,7 @@ def gated_linear_attention(
     return_final_state: bool, forward_mode: bool = False, **options: Unpack[LinearAttentionKeywords]
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 # fmt: on
+@keywords.known
 def gated_linear_attention(
     query: Array,
     key: Array,
@@ -230,6 +232,7 @@ def gated_linear_attention(
     return outputs if return_final_state else outputs[0]
 
 
+@keywords.known
 def gated_delta_rule_bwd(
     dout: Array,
     query: Array,
@@ -270,6 +273,7 @@ def gated_delta_rule_bwd(
     return GatedDeltaRuleGrads(**found)
 
 
+@keywords.known
 def gated_linear_attention_bwd(
     dout: Array,
     query: Array,

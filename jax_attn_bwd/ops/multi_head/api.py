@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeAlias, Unpack, overload
 
 import jax
 
-from jax_attn_bwd._core import checks, trees
+from jax_attn_bwd._core import checks, keywords, trees
 from jax_attn_bwd._core.operation import Operation
 from jax_attn_bwd._core.rotary import Rotary
 from jax_attn_bwd._core.types import Array, Implementation, Integers, Pair, Save, Scale
@@ -70,6 +70,7 @@ def multi_head_attention(
     value: Array | None = None, *, return_weights: bool = False, return_residual: bool = False,
     forward_mode: bool = False, **options: Unpack[MultiHeadAttentionKeywords]) -> _Any: ...
 # fmt: on
+@keywords.known
 def multi_head_attention(
     params: MultiHeadAttentionParams[Array],
     query: Array,
@@ -234,6 +235,7 @@ def multi_head_attention(
     return given if len(given) > 1 else given[0]
 
 
+@keywords.known
 def multi_head_attention_bwd(
     dout: Array | None,
     params: MultiHeadAttentionParams[Array],

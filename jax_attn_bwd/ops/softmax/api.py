@@ -6,7 +6,7 @@ from typing import Any, get_args
 import jax
 import jax.numpy as jnp
 
-from jax_attn_bwd._core import backend, checks, masks
+from jax_attn_bwd._core import backend, checks, keywords, masks
 from jax_attn_bwd._core.numerics import to_rank
 from jax_attn_bwd._core.operation import Operation
 from jax_attn_bwd._core.sharding import reshard_like
@@ -21,6 +21,7 @@ from jax_attn_bwd.ops.softmax.spec import DIFFERENTIABLE, Operands, Options, Res
 _NAME = "scaled_masked_softmax"
 
 
+@keywords.known
 def scaled_masked_softmax(
     x: Array,
     mask: Array | None = None,
@@ -109,6 +110,7 @@ def scaled_masked_softmax(
     return _OPERATION.runner(_NAME, forward_mode)(plan, operands)
 
 
+@keywords.known
 def scaled_masked_softmax_bwd(
     dy: Array, y: Array, mask: Array | None = None, *, scale: float | Array = 1.0, axis: int = -1
 ) -> jax.Array:

@@ -29,7 +29,7 @@ DELTA, LINEAR = (
     next(o for o in OPERATORS if o.name == n) for n in ("gated_delta_rule", "gated_linear_attention")
 )
 NORM = {"l2_norm_epsilon": 1e-6}
-# On some CPUs JAX 0.10 multiplies by a library that ends the process at arrays of eight axes: see README.
+# On some CPUs JAX 0.10 multiplies by a library that ends the process at arrays of eight axes (see Limits).
 WITHOUT_YNN = {} if jax.__version_info__ >= (0, 11) else {"xla_cpu_experimental_ynn_fusion_type": ""}
 
 

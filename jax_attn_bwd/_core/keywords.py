@@ -1,0 +1,373 @@
+"""What other libraries call an argument: a wrong keyword is answered with the name that it has here.
+
+`ELSEWHERE` is the one table of these words, for every public function and layer. `known` guards a function
+with a plain signature, `ChecksNames` the constructor of a layer, and `checks.complete` what takes
+`**options`; all three raise the error of `unexpected`.
+"""
+
+import difflib
+import inspect
+from collections.abc import Callable, Collection
+from functools import cache, wraps
+from typing import Any, Self, TypeVar, cast, get_args
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_PADDING = "mask=(attention_mask != 0)[:, None, None, :] of [B, S] zeros and ones"
+_FLAX = "a layer of Flax takes attention_fn=jax_attn_bwd.attention_fn"
+_PACKED = "sequences packed one after another are told by"
+_CACHE = "a cache is decode=True in Flax, cache_length= in Haiku, init_cache and decode in Equinox"
+_LEFT_OUT = "leave it out:"
+
+# words: ((a name that the call has, what to write), ...), of which the first that fits answers. An empty
+# answer is `name=word`; an empty name fits every call.
+_WORDS: dict[tuple[str, ...], tuple[tuple[str, str], ...]] = {
+    # who sees whom
+    ("attn_mask", "src_mask", "where"): (
+        ("mask", "write mask=: True attends; what is added to the logits is bias"),
+        ("attention_mask", "write attention_mask=: True attends"),
+    ),
+    ("attention_mask", "token_mask"): (
+        ("reference_points", "write mask=: True keeps a pixel of the value"),
+        ("key_", "write mask=, [T, S] or [N, T, S]: True attends"),
+        ("mask", f"write {_PADDING}; True attends"),
+        ("seq_lengths", "write seq_lengths=attention_mask.sum(-1), with the padding at the end"),
+    ),
+    ("key_padding_mask", "padding_mask", "input_padding_mask", "src_key_padding_mask"): (
+        ("reference_points", "write mask=~{word}: True keeps"),
+        ("key_", "write mask=jnp.broadcast_to(~{word}, (T, S)): True attends"),
+        ("mask", "write mask=~{word}[:, None, None, :]: True attends, where True hides in torch"),
+        ("seq_lengths", "write seq_lengths=(~{word}).sum(-1), with the padding at the end"),
+    ),
+    ("kv_mask", "key_mask", "value_mask"): (
+        ("reference_points", "write mask={word}: True keeps"),
+        ("mask", "write mask={word}[:, None, None, :]: True attends"),
+    ),
+    ("causal", "use_causal_mask", "causal_mask", "is_decoder", "unidirectional"): (
+        ("is_causal", ""),
+        ("use_causal_mask", ""),
+        ("log_decay", f"{_LEFT_OUT} linear attention is causal always"),
+        ("num_key_heads", f"{_LEFT_OUT} linear attention is causal always"),
+        ("attention_fn", "write attention_fn=configured_attention_fn(is_causal=True)"),
+    ),
+    ("window_size", "sliding_window", "sliding_window_size", "window", "local_window", "attention_window"): (
+        ("sliding_window", ""),
+        (
+            "local_window_size",
+            "write local_window_size=(left, right); a sliding window of n tokens is (n - 1, 0)",
+        ),
+    ),
+    ("seq_lens", "lengths", "valid_length", "kv_lens", "seqlens_k", "kv_lengths", "seq_lengths"): (
+        ("seq_lengths", ""),
+        ("key_value_seq_lengths", "write key_value_seq_lengths=, for queries query_seq_lengths="),
+    ),
+    ("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k", "cu_seq_lens", "cu_seq_lens_q", "cu_seq_lens_k"): (
+        ("segment_ids", f"{_PACKED} segment_ids=jnp.repeat(jnp.arange(n), lengths)"),
+        (
+            "query_segment_ids",
+            f"{_PACKED} query_segment_ids and key_value_segment_ids, jnp.repeat(jnp.arange(n), lengths)",
+        ),
+    ),
+    ("segment_ids", "q_segment_ids", "kv_segment_ids", "document_ids", "seq_idx"): (
+        ("segment_ids", ""),
+        ("query_segment_ids", "write query_segment_ids= and key_value_segment_ids="),
+    ),
+    ("position_ids", "positions", "input_positions", "cache_position"): (
+        ("query_positions", "write query_positions= and key_value_positions="),
+    ),
+    # logits
+    ("scale", "softmax_scale", "sm_scale", "scaling", "scale_factor", "qk_scale"): (
+        ("scale", ""),
+        ("num_heads", "layers scale by 1 / sqrt(size of a head); multi_head_attention takes scale="),
+    ),
+    (
+        "softcap",
+        "soft_cap",
+        "logit_cap",
+        "attn_logits_soft_cap",
+        "logits_softcap",
+        "attn_logit_softcapping",
+    ): (("logits_soft_cap", ""),),
+    ("attn_bias", "attention_bias", "position_bias", "pair_bias", "relative_position_bias", "ab"): (
+        ("bias", ""),
+        ("score_bias", ""),
+        ("attention_fn", "write attention_fn=configured_attention_fn(bias={word})"),
+    ),
+    ("alibi_slopes",): (("score_mod", "write score_mod=mods.alibi, mod_args=(alibi_slopes,)"),),
+    ("sinks", "s_aux", "attn_sink", "learnable_sink"): (("sink", ""),),
+    ("rope", "rotary_emb", "position_embeddings", "rotary_dim", "freqs_cis"): (
+        ("rotary", "write rotary=jax_attn_bwd.Rotary(...)"),
+    ),
+    ("dim",): (("axis", ""), ("features", ""), ("in_features", ""), ("query_size", ""), ("model_size", "")),
+    # dropout
+    ("dropout_p", "dropout", "attn_dropout", "attention_dropout", "attn_pdrop", "dropout_prob", "p"): (
+        ("dropout_rate", ""),
+        ("dropout", ""),
+        ("dropout_p", ""),
+        ("w_init_scale", "Haiku's layer takes dropout_rate= in the call"),
+    ),
+    ("dropout_rate",): (("dropout_p", ""), ("dropout", "")),
+    ("dropout_rng",): (
+        ("dropout_key", f"write dropout_key=dropout_rng; {_FLAX}"),
+        ("rngs", "write rngs=nnx.Rngs(dropout=dropout_rng)"),
+        ("inference", "write key=dropout_rng"),
+    ),
+    ("rng", "rngs", "seed", "dropout_seed", "prng_key"): (
+        ("dropout_key", ""),
+        ("dropout_rng", ""),
+        ("rngs", "write rngs=nnx.Rngs({word})"),
+        ("inference", "write key={word}"),
+    ),
+    ("training", "train", "is_training"): (
+        ("deterministic_sums", "dropout is told by dropout_rate, 0.0 where nothing is dropped"),
+        ("inference", "write inference=not {word}"),
+        ("deterministic", "write deterministic=not {word}"),
+        ("dropout_rate", "write dropout_rate=0.0 where nothing is dropped"),
+    ),
+    ("dtype", "module", "force_fp32_for_softmax", "promote_dtype"): (
+        ("dropout_key", f"{_LEFT_OUT} results have the dtype of the query; {_FLAX}"),
+    ),
+    # what is returned
+    ("need_weights", "output_attentions", "return_attention_scores", "return_attn_probs"): (
+        ("return_weights", ""),
+        ("return_attention_weights", ""),
+        ("sow_weights", ""),
+        ("key", "weights are not formed; multi_head_attention(..., return_weights=True) returns them"),
+    ),
+    ("average_attn_weights",): (("average_weights", ""),),
+    ("return_lse", "return_softmax_lse", "save_residuals", "return_aux"): (("return_residual", ""),),
+    ("output_final_state", "return_state"): (("return_final_state", ""),),
+    # linear attention
+    ("g", "gk", "gate", "decay", "log_g", "g_gamma", "log_f"): (("log_decay", ""),),
+    ("head_first", "batch_first"): (("", f"{_LEFT_OUT} batch axes come first, then tokens, then heads"),),
+    ("use_qk_l2norm_in_kernel", "qk_l2norm"): (("l2_norm_epsilon", "write l2_norm_epsilon=1e-6"),),
+    ("chunk_size", "block_size", "block_sizes", "block_q", "block_k", "block_kv", "num_warps"): (
+        ("", f"{_LEFT_OUT} tiles are chosen here"),
+    ),
+    ("eps", "epsilon", "norm_eps", "layer_norm_epsilon"): (("rms_norm_eps", ""), ("l2_norm_epsilon", "")),
+    # heads and widths
+    ("num_attention_heads", "n_heads", "n_head", "nhead", "heads", "num_query_heads", "h"): (
+        ("num_heads", ""),
+        ("heads", ""),
+        ("num_value_heads", "write num_key_heads= and num_value_heads="),
+        ("log_decay", f"{_LEFT_OUT} shapes tell how many heads there are, [..., T, N, H]"),
+        ("query", f"{_LEFT_OUT} shapes tell how many heads there are, [..., T, N, H]"),
+    ),
+    ("num_heads", "head_num"): (
+        ("heads", ""),
+        ("num_value_heads", "write num_key_heads= and num_value_heads="),
+        ("query", f"{_LEFT_OUT} shapes tell how many heads there are, [..., T, N, H]"),
+    ),
+    ("num_key_value_heads", "num_kv_heads", "kv_heads", "num_query_groups", "n_kv_heads"): (
+        ("num_kv_heads", ""),
+        ("key", f"{_LEFT_OUT} fewer heads of key and value are grouped by their shapes"),
+    ),
+    ("enable_gqa", "num_key_value_groups"): (
+        ("key", f"{_LEFT_OUT} fewer heads of key and value are grouped by their shapes"),
+        ("num_kv_heads", "write num_kv_heads="),
+    ),
+    ("embed_dim", "d_model", "hidden_size", "embed_dims", "hidden_dim", "model_dim", "emb_dim"): (
+        ("features", ""),
+        ("in_features", ""),
+        ("query_size", ""),
+        ("model_size", ""),
+        ("qkv_features", ""),
+        ("key_dim", "write key_dim={word} // num_heads"),
+        ("kernel_init", f"{_LEFT_OUT} the width is read off the input"),
+    ),
+    ("head_dim", "head_size", "size_per_head", "key_dim"): (
+        ("qk_size", "write qk_size={word}, vo_size={word}"),
+        ("key_size", ""),
+        ("key_dim", ""),
+        ("head_dim", ""),
+        ("qkv_features", "write qkv_features=num_heads * {word}"),
+        ("key_head_dim", "write key_head_dim= and value_head_dim="),
+    ),
+    ("kdim", "vdim"): (
+        ("in_kv_features", ""),
+        ("qk_size", "write key_size= and value_size=, the widths of the inputs"),
+        ("num_heads", f"{_LEFT_OUT} widths of keys and values are read off the input"),
+    ),
+    ("bias", "qkv_bias", "add_bias"): (
+        ("use_bias", ""),
+        ("with_bias", ""),
+        ("use_query_bias", "write use_query_bias=, use_key_bias=, use_value_bias= and use_output_bias="),
+        ("sow_weights", "attention_fn=configured_attention_fn(bias=bias), told at construction, adds one"),
+    ),
+    ("add_bias_kv",): (("params", "write params._replace(bias_k=bias_k, bias_v=bias_v)"),),
+    ("device",): (("", f"{_LEFT_OUT} arrays lie where jax.device_put put them"),),
+    # the inputs
+    ("q", "queries", "x_q", "Q"): (("query", ""), ("inputs_q", "")),
+    ("k", "keys", "x_k", "K"): (("key_", ""), ("key", ""), ("inputs_k", "")),
+    ("v", "values", "x_v", "V"): (("value", ""), ("inputs_v", "")),
+    ("query",): (("inputs_q", ""), ("src", "")),
+    ("key",): (("key_", ""), ("inputs_k", "")),
+    ("value",): (("inputs_v", ""),),
+    ("inputs_kv", "context", "memory", "encoder_hidden_states", "key_value_states"): (
+        ("inputs_k", ""),
+        ("key_", "write key_={word}, value={word}"),
+        ("key", "write key={word}, value={word}"),
+    ),
+    ("hidden_states", "inputs", "inputs_q"): (("query", ""), ("inputs_q", ""), ("x", "")),
+    ("input", "logits", "scores"): (("x", ""), ("scores", "")),
+    ("past_key_value", "past_key_values", "use_cache", "cache", "layer_past", "kv_cache"): (
+        ("num_heads", _CACHE),
+        ("mask", f"layers have a cache: {_CACHE.removeprefix('a cache is ')}"),
+        ("log_decay", "write initial_state= and return_final_state=True"),
+    ),
+    ("attn_implementation", "backend", "impl", "attention_kernel", "kernel"): (("implementation", ""),),
+    # deformable attention
+    ("value_spatial_shapes", "input_spatial_shapes", "spatial_shapes_list", "shapes"): (
+        ("spatial_shapes", ""),
+    ),
+    ("value_level_start_index", "input_level_start_index", "level_start_index"): (
+        ("level_start_index", ""),
+        ("reference_points", f"{_LEFT_OUT} it follows from spatial_shapes"),
+    ),
+    ("im2col_step",): (("", f"{_LEFT_OUT} it changes no result"),),
+    ("n_levels",): (("num_levels", ""),),
+    ("n_points", "points", "num_reference_points"): (("num_points", ""),),
+    ("input_flatten",): (("value", ""),),
+    ("align_corners",): (("method", f"{_LEFT_OUT} pixels lie as with align_corners=False"),),
+    ("mode", "interpolation"): (("method", ""),),
+    # graphs
+    ("edge_index", "adj", "adj_t", "g_graph", "edges"): (
+        ("graph", "write graph=BipartiteCSC.from_edge_index(edge_index, num_nodes), built once, outside jit"),
+    ),
+    ("edge_attr", "edge_feat", "edge_features", "edge_weight"): (("edge", ""), ("edge_attr", "")),
+    ("negative_slope", "slope"): (("alpha", ""), ("negative_slope", "")),
+    ("concat",): (("concat_heads", ""),),
+    ("concat_heads",): (("concat", ""),),
+    ("att", "attn_weights", "att_src", "att_dst"): (("attention_weights", ""),),
+    ("num_nodes", "size"): (("graph", f"{_LEFT_OUT} the graph knows how many nodes it has"),),
+    ("feat", "node_feat", "x"): (("src", ""), ("x", "")),
+    ("aggr",): (
+        (
+            "",
+            f"{_LEFT_OUT} messages are added up; edge_sum, edge_mean and edge_max of jax_attn_bwd reduce"
+            " them otherwise",
+        ),
+    ),
+    ("flow",): (
+        (
+            "",
+            f"{_LEFT_OUT} messages go from sources to destinations; for 'target_to_source' swap src and dst",
+        ),
+    ),
+    ("node_dim",): (("", f"{_LEFT_OUT} nodes are the last axis but one, [..., nodes, channels]"),),
+    ("in_channels", "in_feats"): (
+        ("in_channels", ""),
+        ("out_channels", f"{_LEFT_OUT} the width is read off the input"),
+    ),
+    ("out_feats",): (("out_channels", ""),),
+}
+# what is said of a call in another order, where it has more arguments by position than are taken
+ORDERS = {
+    "multi_scale_deformable_attention": "level_start_index is given by name, or left out: it follows from"
+    " spatial_shapes",
+    "MultiScaleDeformableAttention.__init__": "the number of heads comes first, then the width:"
+    " MSDeformAttn(256, 4, 8, 4) of torch, in the order (d_model, n_levels, n_heads, n_points), is"
+    " (8, 256, num_levels=4, num_points=4)",
+}
+ELSEWHERE = {word: answers for words, answers in _WORDS.items() for word in words}
+
+
+def remedy(name: str, names: Collection[str]) -> str:
+    """Returns what to write for the keyword `name` in a call that has `names`; empty where nobody knows."""
+    for ours, answer in ELSEWHERE.get(name, ()):
+        if not ours or (ours in names and ours != name):
+            return (answer or "write {ours}={word}").format(ours=ours, word=name)
+    return ""
+
+
+def unexpected(call: str, name: str, names: Collection[str], others: Collection[str] = ()) -> TypeError:
+    """Returns the error for a keyword that `call` does not take.
+
+    `names` are those that it takes, `others` those of the other of a layer's two, constructor and call.
+    """
+    place = "at construction" if call.endswith(("__call__", ".call")) else "in the call"
+    close = difflib.get_close_matches(name, list(names), 1)
+    if answer := remedy(name, names):
+        answer = f"; {answer}"
+    elif name in others:
+        answer = f"; it is told {place}"
+    elif answer := remedy(name, others):
+        answer = f"; {answer}{f', {place}' if answer.startswith('write') else ''}"
+    elif close:
+        answer = f". Did you mean {close[0]!r}?"
+    return TypeError(f"{call}() got an unexpected keyword argument {name!r}{answer}")
+
+
+@cache
+def by_position(function: Callable[..., Any]) -> tuple[str, ...] | None:
+    """Returns what a function takes by position; None where it takes any number."""
+    parameters = inspect.signature(function).parameters.values()
+    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        return None
+    return tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))
+
+
+def too_many(call: str, names: tuple[str, ...], given: int) -> TypeError:
+    """Returns the error for more arguments by position than `names`."""
+    bound = sum(name in ("self", "cls") for name in names)
+    said = f"{call}() takes {', '.join(names[bound:]) or 'nothing'} by position, and the others by name"
+    order = f"; {ORDERS[call]}" if call in ORDERS else ""
+    return TypeError(f"{said}; {given - bound} were given by position{order}")
+
+
+@cache
+def names_of(function: Callable[..., Any]) -> frozenset[str]:
+    """Returns what a function takes by name; none where it takes any."""
+    names: set[str] = set()
+    for p in inspect.signature(function).parameters.values():
+        if p.kind is p.VAR_KEYWORD:
+            listed = get_args(p.annotation)  # of **options: Unpack[Keywords]
+            if not listed:
+                return frozenset()
+            names |= listed[0].__required_keys__ | listed[0].__optional_keys__
+        elif p.kind is not p.VAR_POSITIONAL:
+            names.add(p.name)
+    return frozenset(names)
+
+
+def known(function: F) -> F:
+    """Guards a public function, or the call of a layer: a wrong keyword is answered with the right one.
+
+    Of its signature help and tooltips show names and defaults: types, written out, would hide what follows.
+    """
+    signature = inspect.signature(function)
+    names, call = names_of(function), function.__qualname__
+    places = by_position(function)
+
+    @wraps(function)
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        if names and not kwargs.keys() <= names:
+            name = next(name for name in kwargs if name not in names)
+            of_layer = call.endswith(("__call__", ".call")) and args
+            raise unexpected(call, name, names, names_of(type(args[0]).__init__) if of_layer else ())
+        if places is not None and len(args) > len(places):
+            raise too_many(call, places, len(args))
+        return function(*args, **kwargs)
+
+    shown = [
+        p if p.kind is p.VAR_KEYWORD else p.replace(annotation=p.empty) for p in signature.parameters.values()
+    ]
+    vars(guarded)["__signature__"] = signature.replace(parameters=shown, return_annotation=signature.empty)
+    return cast(F, guarded)
+
+
+class ChecksNames:
+    """Answers a wrong keyword of a layer's constructor, which may be the framework's own."""
+
+    __slots__ = ()  # so that a layer of the framework may become one of ours
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Makes the layer, or raises."""
+        call, places = f"{cls.__name__}.__init__", by_position(cls.__init__)
+        names = names_of(cls.__init__)
+        if names and not kwargs.keys() <= names:
+            name = next(name for name in kwargs if name not in names)
+            raise unexpected(call, name, names, names_of(cls.__call__))
+        if places is not None and len(args) >= len(places):
+            raise too_many(call, places, len(args) + 1)
+        return super().__new__(cls)
