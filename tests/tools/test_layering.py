@@ -65,6 +65,7 @@ LAYERS = (
     ("ops/linear_attention/matrix",),
     ("ops/linear_attention/decays",),
     ("ops/linear_attention/layout",),
+    ("ops/linear_attention/kernels/inputs",),
     ("ops/dot_product/devices",),
     ("ops/*/portable/*",),
     ("ops/*/forward",),
