@@ -54,6 +54,11 @@ class Result(NamedTuple):
     states: jax.Array  # [g, ..., K, G, H, Hv], before each group
 
 
+@jax.tree_util.register_static
+class Wanted(frozenset[str]):
+    """The operands whose gradients are asked for; kernels take it among their arrays."""
+
+
 class Residuals(NamedTuple):
     """What the forward leaves for the backward: its inputs, and the state before each group of chunks."""
 
