@@ -42,6 +42,7 @@ from jax_attn_bwd.ops.linear_attention.spec import (
     LinearAttentionKeywords,
     Operands,
     Residuals,
+    Wanted,
 )
 from jax_attn_bwd.ops.linear_attention.tangent import tangent
 from jax_attn_bwd.parallel.arguments import axis_size
@@ -330,7 +331,7 @@ def _backward(cut, saved, wanted, cotangents):
 
     # from there on as one device
     backward = backend.named(IMPLEMENTATIONS, cut.plan.implementation).backward
-    grads = backward(cut.plan, residuals, wanted - {"initial_state"}, dout, dstate)
+    grads = backward(cut.plan, residuals, Wanted(wanted - {"initial_state"}), dout, dstate)
     if "initial_state" in wanted:
         dfirst = jnp.where(lax.axis_index(cut.axis_name) == 0, dfirst, 0)
         grads["initial_state"] = match_type(dfirst, operands.initial_state)

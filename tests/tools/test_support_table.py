@@ -44,8 +44,14 @@ def graph(array, size):
     return {"graph": edges, **nodes, "attention_weights": array(2 * 16 * size), "num_heads": 16}
 
 
+def linear(array, size):
+    return {"query": array(1, 256, 2, size), "key": array(1, 256, 2, size), "value": array(1, 256, 2, size),
+            "log_decay": None, "beta": array(1, 256, 2)}  # fmt: skip
+
+
 CALLS = {
     "scaled_masked_softmax": softmax,
+    "gated_delta_rule": linear,
     "dot_product_attention": dense,
     "multi_scale_deformable_attention": deformable,
     "graph_attention": graph,

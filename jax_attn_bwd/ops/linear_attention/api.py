@@ -24,6 +24,7 @@ from jax_attn_bwd.ops.linear_attention.spec import (
     LinearAttentionKeywords,
     Operands,
     Residuals,
+    Wanted,
 )
 
 _DELTA, _LINEAR = "gated_delta_rule", "gated_linear_attention"
@@ -104,7 +105,7 @@ def gated_delta_rule(
       return_final_state: return `(out, final_state)`.
       precision: how matrix products are taken; None follows `jax_default_matmul_precision`.
       forward_mode: also differentiable by `jax.jvp`, `jax.jacfwd` and `jax.linearize`, by a written rule.
-      implementation: None or "xla"; there are no kernels.
+      implementation: None, "xla", or "mosaic_tpu", kernels for a decay a head.
 
     Returns:
       out: `[..., T, N, Hv]`, dtype of `query`. States and sums are float32 (float64 for float64).
@@ -303,7 +304,7 @@ def gated_linear_attention_bwd(
 
 
 PORTABLE = backend.Implementation("xla", portable_forward.forward, portable_backward.backward)
-IMPLEMENTATIONS = (PORTABLE,)
+IMPLEMENTATIONS = (backend.kernel("mosaic_tpu", __package__, PORTABLE, ("tpu",)), PORTABLE)
 
 
 def _gradients(
@@ -332,7 +333,7 @@ def _gradients(
     plan = backend.planned(name, IMPLEMENTATIONS, implementation, static, operands, planned)
     chosen = backend.named(IMPLEMENTATIONS, plan.implementation)
     saved = Residuals(operands, chosen.forward(plan, operands).states)
-    return chosen.backward(plan, saved, frozenset(wanted), dout, dfinal_state)
+    return chosen.backward(plan, saved, Wanted(wanted), dout, dfinal_state)
 
 
 def _primal(plan: Plan, operands: Operands) -> tuple[jax.Array, jax.Array]:
@@ -349,7 +350,7 @@ def _forward(plan, operands, wanted):
 
 def _backward(plan, saved, wanted, cotangents):
     backward = backend.named(IMPLEMENTATIONS, plan.implementation).backward
-    grads = backward(plan, saved, wanted, *cotangents)
+    grads = backward(plan, saved, Wanted(wanted), *cotangents)
     return Operands(*(grads.get(name) for name in Operands._fields))
 
 

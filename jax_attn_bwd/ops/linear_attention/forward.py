@@ -34,15 +34,7 @@ from jax_attn_bwd.ops.linear_attention.decays import Scaled
 from jax_attn_bwd.ops.linear_attention.layout import Part, part
 from jax_attn_bwd.ops.linear_attention.matrix import Dot, dot_of, solve, strictly_lower, transposed
 from jax_attn_bwd.ops.linear_attention.plan import Plan
-from jax_attn_bwd.ops.linear_attention.spec import Operands
-
-
-class Result(NamedTuple):
-    """Everything that a forward computes; XLA drops what nobody reads."""
-
-    out: jax.Array  # [..., T, N, Hv], dtype of the value
-    final_state: jax.Array  # [..., N, H, Hv]
-    states: jax.Array  # [g, ..., K, G, H, Hv], before each group
+from jax_attn_bwd.ops.linear_attention.spec import Operands, Result
 
 
 class Inside(NamedTuple):

@@ -46,6 +46,7 @@ MERGED_STACKS = Rule(
 )
 RULES = (HALVINGS_AT_ONCE, CACHED_GROUPS, MERGED_STACKS)
 
+CHUNKS_OF_KERNELS = {"mosaic_gpu": 64, "mosaic_tpu": 128}  # tokens
 CHUNK = 64  # tokens; with fewer, products are small, with more, those within a chunk are most of the work
 _CPU_BYTES = 1 << 20  # of what a group forms in all heads, so that a cache holds it
 _CPU_BYTES_OF_ALL = 1 << 24  # with less all chunks are one group: without a loop XLA forms much of it once
@@ -91,12 +92,16 @@ class Plan:
 def plan(implementation: str, options: Options, operands: Operands) -> Plan:
     """Returns the plan of a call whose implementation is chosen."""
     T, merged = operands.value.shape[-3], MERGED_STACKS.holds(targets.is_one_cpu())
-    of_channels, on_cpu = _has_decays_of_channels(operands), targets.platform() == "cpu"
+    of_channels, on_cpu = has_decays_of_channels(operands), targets.platform() == "cpu"
+    if (of_kernel := CHUNKS_OF_KERNELS.get(implementation)) is not None:
+        # the portable path, which differentiates a kernel, must save the states that it does
+        pairs: Name = "halvings" if of_channels else "plane"
+        return Plan(options, implementation, pairs, of_kernel, _fewest_between(of_kernel, operands), merged)
     if not isinstance(T, int):
         return Plan(options, implementation, "halvings" if of_channels else "plane", CHUNK, 1, merged)
     if T == 1:
         return Plan(options, implementation, "one token", 1, 1, merged)
-    pairs: Name = "halvings" if of_channels else "plane"
+    pairs = "halvings" if of_channels else "plane"
     if HALVINGS_AT_ONCE.holds(of_channels and on_cpu and T > 1):
         pairs = "all halvings at once"
     halves_at_once = pairs == "all halvings at once"
@@ -109,7 +114,7 @@ def plan(implementation: str, options: Options, operands: Operands) -> Plan:
     return Plan(options, implementation, pairs, chunk, ceil_div(chunks, groups), merged)
 
 
-def _has_decays_of_channels(operands: Operands) -> bool:
+def has_decays_of_channels(operands: Operands) -> bool:
     """Tells whether channels have decays of their own."""
     g, H = operands.log_decay, operands.key.shape[-1]
     return g is not None and g.ndim == operands.value.ndim and isinstance(H, int) and H > 1
@@ -122,6 +127,13 @@ def _chunk_of_halvings(operands: Operands) -> int:
     return 2 * _CHUNK_OF_HALVINGS if is_wide else _CHUNK_OF_HALVINGS
 
 
+def _fewest_between(chunk: int, operands: Operands) -> int:
+    """Returns how many chunks lie between states that are saved: these take no more than the inputs."""
+    H, Hv, dtype = operands.key.shape[-1], operands.value.shape[-1], operands.value.dtype
+    of_inputs = chunk * (2 * H // operands.groups + Hv) * dtype.itemsize
+    return max(ceil_div(H * Hv * accumulator_dtype(dtype).itemsize, max(of_inputs, 1)), 1)
+
+
 def _side_by_side(
     chunk: int, chunks: int, halvings_at_once: bool, is_cached: bool, operands: Operands
 ) -> int:
@@ -130,9 +142,7 @@ def _side_by_side(
     itemsize = accumulator_dtype(operands.value.dtype).itemsize
     if not all(isinstance(n, int) for n in (*batch, N, Hv, H)):
         return 1
-    # the states that are saved take no more than the inputs, where they are not few
-    of_inputs = chunk * (2 * H // operands.groups + Hv) * operands.value.dtype.itemsize
-    least = ceil_div(H * Hv * itemsize, max(of_inputs, 1))
+    least = _fewest_between(chunk, operands)
     if halvings_at_once and chunks * math.prod(batch) * N * H * Hv * itemsize <= _FEW_STATES:
         least = 1
     # what a chunk forms: some rows of each head, some planes, some states

@@ -46,6 +46,19 @@ class Operands(NamedTuple):
         return self.value.shape[-2] // self.key.shape[-2]
 
 
+class Result(NamedTuple):
+    """Everything that a forward computes; XLA drops what nobody reads."""
+
+    out: jax.Array  # [..., T, N, Hv], dtype of the value
+    final_state: jax.Array  # [..., N, H, Hv]
+    states: jax.Array  # [g, ..., K, G, H, Hv], before each group
+
+
+@jax.tree_util.register_static
+class Wanted(frozenset[str]):
+    """The operands whose gradients are asked for; kernels take it among their arrays."""
+
+
 class Residuals(NamedTuple):
     """What the forward leaves for the backward: its inputs, and the state before each group of chunks."""
 

@@ -1,0 +1,1 @@
+"""Kernels of linear attention: those of each chip, and what XLA prepares for all of them."""

@@ -1,0 +1,142 @@
+"""Shared by the kernels of linear attention: calls they refuse, what XLA prepares, the shapes of results.
+
+A kernel reads queries, keys and values as they are given, and of each token four numbers. What multiplies
+rows is among them: the l2 norm and the scale, so that nothing is rounded before a product.
+
+A restart, and a decay that underflows, is a decay of exp(`NEVER`) = 0: sums of it within a chunk are exact
+enough for every pair of tokens that it does not part.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from jax_attn_bwd._core.numerics import to_rank
+from jax_attn_bwd.ops.linear_attention import layout
+from jax_attn_bwd.ops.linear_attention.plan import Plan, has_decays_of_channels
+from jax_attn_bwd.ops.linear_attention.spec import Operands, Options, Result
+
+NEVER = -200.0  # the logarithm of a decay that is 0
+NUMBERS = 4  # of a token: c, beta, and what multiplies its query and its key
+
+
+class Inputs(NamedTuple):
+    """What kernels read. B: the batch axes, T: whole groups of chunks, H and Hv: padded by zeros."""
+
+    query: Any  # [B, T, K, H]
+    key: Any  # [B, T, K, H]
+    value: Any  # [B, T, N, Hv]
+    numbers: Any  # float32 [B, N, NUMBERS, T]: c, the sum of log decays from the start of the chunk, ...
+    state: Any = None  # float32 [B, N, H, Hv]; None is 0
+
+
+def unsupported(options: Options, operands: Operands, sizes: tuple[int, int]) -> str | None:
+    """Returns why no kernel runs this call whose keys and values have at most `sizes` channels; else None."""
+    value, H, Hv = operands.value, operands.key.shape[-1], operands.value.shape[-1]
+    if not all(isinstance(n, int) for n in (*value.shape, H)):
+        return "its shapes must be known, not symbolic"
+    if value.dtype not in ("bfloat16", "float16"):
+        return f"query, key and value must be bfloat16 or float16, not {value.dtype}"
+    if 0 in (*value.shape, H):
+        return "there is nothing to compute"
+    widest_key, widest_value = sizes
+    if widest_key < H or Hv > widest_value:
+        return f"keys may have at most {widest_key} channels and values {widest_value}, got {H} and {Hv}"
+    if has_decays_of_channels(operands):
+        return "it has a decay a head, not one a channel"
+    return None
+
+
+def of_call(plan: Plan, operands: Operands, multiples: tuple[int, int]) -> Inputs:
+    """Returns the inputs of a call, H and Hv padded to `multiples`; beyond the lengths nothing is read."""
+    seen, T = layout.seen_tokens(operands), operands.value.shape[-3]
+    padded = plan.groups_of(T) * plan.side_by_side * plan.chunk - T
+    clean = lambda x: x if seen is None else jnp.where(seen, x, 0)
+
+    def whole(x, multiple):  # [B, T, N, X]
+        x = clean(x).reshape(-1, *x.shape[-3:])
+        rest = -x.shape[-1] % multiple
+        return jnp.pad(x, [(0, 0), (0, padded), (0, 0), (0, rest)]) if padded or rest else x
+
+    query, key = (whole(x, multiples[0]) for x in (operands.query, operands.key))
+    value = whole(operands.value, multiples[1])
+    B, _, N, _ = value.shape
+
+    def of_heads(x):  # [..., T, 1 | K | N, 1] to [B, N, T]
+        x = jnp.broadcast_to(x, (*operands.value.shape[:-2], *x.shape[-2:])).reshape(B, T, -1)
+        x = jnp.pad(x, [(0, 0), (0, padded), (0, 0)]).swapaxes(1, 2)
+        return jnp.repeat(x, N // x.shape[1], 1)
+
+    g = of_heads(clean(log_decay(operands))).reshape(B, N, -1, plan.chunk)
+    # no product, whose factors would be rounded; a sum over masked pairs is one kernel
+    up_to = np.tril(np.ones((plan.chunk, plan.chunk), bool))
+    c = jnp.where(to_rank(jnp.asarray(up_to), 5), g[..., None, :], 0).sum(-1).reshape(B, N, -1)
+    beta = jnp.ones_like(c) if operands.beta is None else of_heads(clean(wide(operands.beta[..., None])))
+    factors = (of_heads(unit_factor(plan.options, clean(x))) for x in (operands.query, operands.key))
+    query_factor, key_factor = factors
+    numbers = jnp.stack([c, beta, plan.options.scale * query_factor, key_factor], 2)
+    return Inputs(query, key, value, numbers, padded_state(operands.initial_state, query, value))
+
+
+def padded_state(state: jax.Array | None, query: jax.Array, value: jax.Array) -> jax.Array | None:
+    """Returns a state `[..., N, H, Hv]`, or its cotangent, as kernels read it: `[B, N, H, Hv]`, padded."""
+    if state is None:
+        return None
+    state = state.reshape(-1, *state.shape[-3:])
+    rest = [(0, x.shape[-1] - n) for x, n in zip((query, value), state.shape[-2:], strict=True)]
+    return jnp.pad(state, [(0, 0), (0, 0), *rest])
+
+
+def wide(x: jax.Array) -> jax.Array:
+    """Returns `x` in the dtype that kernels add up in."""
+    return x.astype(jnp.float32)
+
+
+def log_decay(operands: Operands) -> jax.Array:
+    """Returns the logarithms of the decays `[..., T, N | 1, 1]`, `NEVER` where nothing is left of a state."""
+    g = wide(layout.decay_of_tokens(operands))
+    is_never = jnp.exp(g) == 0
+    if operands.restarts is not None:
+        is_never = is_never | operands.restarts[..., None, None]
+    return jnp.where(is_never, NEVER, g)
+
+
+def unit_factor(options: Options, x: jax.Array) -> jax.Array:
+    """Returns what the l2 norm multiplies rows by, `[..., T, K, 1]`; 1 without one."""
+    factor = layout.unit(options, wide(x))[1]
+    return jnp.ones((*x.shape[:-1], 1), jnp.float32) if factor is None else factor
+
+
+def result(operands: Operands, out: jax.Array, final: jax.Array, states: jax.Array) -> Result:
+    """Returns the result of a call of kernels' `[B, T, N, Hv]`, `[B, N, H, Hv]` and `[g, B, N, H, Hv]`."""
+    (*batch, T, N, Hv), H, G = operands.value.shape, operands.key.shape[-1], operands.groups
+    out = out[:, :T, :, :Hv].reshape(*batch, T, N, Hv)
+    final, states = final[..., :H, :Hv], states[..., :H, :Hv]
+    states = states.reshape(states.shape[0], *batch, N // G, G, H, Hv)
+    return Result(out, final.reshape(*batch, N, H, Hv), states)
+
+
+def result_specs(operands: Operands) -> Any:
+    """Maps the PartitionSpecs of the operands to those of the result: batch and heads may be sharded."""
+    out: Any = operands.value
+    *batch, _, heads, _ = out
+    final: Any = PartitionSpec(*batch, heads, None, None)
+    states: Any = PartitionSpec(None, *batch, heads, None, None, None)
+    return Result(out, final, states)
+
+
+def log_decay_gradient(operands: Operands, dg: jax.Array) -> jax.Array:
+    """Returns the gradient of `log_decay` in its own shape from that of each token, float32 `[B, N, T]`."""
+    (*batch, T, N, _), given = operands.value.shape, operands.log_decay
+    assert given is not None
+    dg = dg[..., :T].swapaxes(1, 2).reshape(*batch, T, N, 1)
+    g = jnp.broadcast_to(log_decay(operands), dg.shape)
+    dg = jnp.where(g == NEVER, 0, dg)
+    seen = layout.seen_tokens(operands)
+    dg = dg if seen is None else jnp.where(seen, dg, 0)
+    if given.ndim == 1:
+        return dg.sum((*range(dg.ndim - 2), -1)).astype(given.dtype)
+    return dg.reshape(given.shape).astype(given.dtype)

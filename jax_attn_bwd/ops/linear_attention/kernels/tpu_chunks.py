@@ -1,0 +1,420 @@
+"""Shared by the Mosaic TPU kernels of linear attention: calls they refuse, their layout, a chunk's inside.
+
+A step of the grid has one chunk of 128 tokens of a few heads, and chunks follow one another, with the states
+in vector memory. Arrays of tokens are read where they lie, `[B, T, N H]`: a block has as many heads as fill
+whole registers. What is a number a token stands in eight rows a chunk of each head (`Rows`), made by XLA.
+
+With c the running sum of the logarithms of the decays, c_i - c_j is taken between two pairs of numbers: the
+sums of their multiples of 2^-10, which are exact, and those of the rest, which are small. So a difference
+keeps its precision where c is large.
+
+A step has independent heads, and products of one wait for one another. So each head is a generator that
+yields where it waits, and `in_lockstep` writes the heads' stages side by side.
+"""
+
+import math
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from jax_attn_bwd._core import mosaic_tpu
+from jax_attn_bwd._core.mosaic_tpu import LANES, ZERO
+from jax_attn_bwd._core.numerics import ceil_div, round_up, rounding_between
+from jax_attn_bwd.ops.linear_attention import layout
+from jax_attn_bwd.ops.linear_attention.plan import has_decays_of_channels
+from jax_attn_bwd.ops.linear_attention.spec import Operands, Options
+
+CHUNK = 128  # tokens: the side of the matrix unit
+_SIZE = 256  # the largest key and value size
+_STATES = 2**19  # numbers in the states of a step: 8 heads of 256 x 256
+_SIDE_BY_SIDE = 4  # value heads of a step, where they need not be more
+_EXACT = 1024.0  # sums of 128 multiples of 1 / 1024, none below -104, are exact in float32
+TILE = 8  # rows of a register: blocks of the inverse that are found by substitution
+
+R = TypeVar("R")
+Stages = Generator[None, None, R]  # the work on one head, parted where it waits
+
+
+def unsupported(options: Options, operands: Operands) -> str | None:
+    """Tells why the kernels cannot run this call; None if they can."""
+    query, value = operands.query, operands.value
+    if not all(isinstance(n, int) for x in (query, value) for n in x.shape):
+        return "its shapes must be known, not symbolic"
+    for name in ("value", "log_decay", "beta"):
+        if (x := getattr(operands, name)) is not None and x.dtype.name not in mosaic_tpu.DTYPES:
+            return f"{name} must be one of {mosaic_tpu.DTYPES}, got {x.dtype}"
+    if not isinstance(options.precision, lax.Precision | None):
+        return f"it has one product algorithm, got precision={options.precision}"
+    if query.size == 0 or value.size == 0:
+        return f"query and value must not be empty, got shapes {query.shape} and {value.shape}"
+    if (size := max(query.shape[-1], value.shape[-1])) > _SIZE:
+        return f"keys and values may have at most {_SIZE} channels, got {size}"
+    if has_decays_of_channels(operands):
+        return "it has a decay a head, not one a channel"
+    chunks = Chunks.of(options, operands)
+    if chunks.value_heads * chunks.width * chunks.value_width > _STATES:
+        return f"the states of {chunks.value_heads} value heads that read the same keys do not fit in memory"
+    return None
+
+
+def _key_heads(K: int) -> int:
+    """Returns the fewest key heads of a step: those of an odd number of heads have whole registers."""
+    return 1 if K % 2 else 2
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """The part of a call that is known at trace time, on one device.
+
+    Attributes:
+      batch: the leading axes; sizes: T, K, N, H, Hv as they are given.
+      width, value_width: H and Hv with zeros up to whole halves of a register.
+      key_heads: of a step.
+      is_masked: some tokens of a chunk may not be seen.
+      is_narrow: products take bfloat16.
+    """
+
+    options: Options
+    batch: tuple[int, ...]
+    sizes: tuple[int, int, int, int, int]
+    width: int
+    value_width: int
+    key_heads: int
+    is_masked: bool
+    is_narrow: bool
+
+    @classmethod
+    def of(cls, options: Options, operands: Operands) -> "Chunks":
+        """Returns what is known of a call."""
+        (*batch, T, K, H), (N, Hv) = operands.query.shape, operands.value.shape[-2:]
+        unit = LANES if K % 2 else LANES // 2
+        width, value_width = round_up(H, unit), round_up(Hv, unit)
+        key_heads = _key_heads(K)
+        while 2 * key_heads * (N // K) <= _SIDE_BY_SIDE and K % (2 * key_heads) == 0:
+            key_heads *= 2
+        is_masked = operands.seq_lengths is not None or T % CHUNK != 0
+        is_narrow = operands.value.dtype == jnp.bfloat16
+        return cls(
+            options, tuple(batch), (T, K, N, H, Hv), width, value_width, key_heads, is_masked, is_narrow
+        )
+
+    @property
+    def groups(self) -> int:
+        """Value heads of each key head."""
+        return self.sizes[2] // self.sizes[1]
+
+    @property
+    def value_heads(self) -> int:
+        """Value heads of a step."""
+        return self.key_heads * self.groups
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        """Batch entries, parts of the heads, and chunks."""
+        T, K, *_ = self.sizes
+        return math.prod(self.batch), K // self.key_heads, ceil_div(T, CHUNK)
+
+    def lay(self, x: jax.Array) -> jax.Array:
+        """Turns queries or keys `[..., T, K, H]` into `[B, T, K width]`."""
+        return self._lay(x, self.width)
+
+    def lay_values(self, x: jax.Array) -> jax.Array:
+        """Turns values or their cotangents `[..., T, N, Hv]` into `[B, T, N value_width]`."""
+        return self._lay(x, self.value_width)
+
+    def _lay(self, x: jax.Array, width: int) -> jax.Array:
+        *_, T, N, H = x.shape
+        more = (CHUNK - T if T < CHUNK else 0, 0, width - H)
+        if any(more):
+            x = jnp.pad(x, [*[(0, 0)] * len(self.batch), *((0, n) for n in more)])
+        return x.reshape(math.prod(self.batch), x.shape[-3], N * width)
+
+    def unlay(self, x: jax.Array, heads: int, size: int) -> jax.Array:
+        """Turns `[B, T, N H]` into `[..., T, N, H]`, of `heads` of `size`."""
+        T = self.sizes[0]
+        return x.reshape(*self.batch, x.shape[1], heads, -1)[..., :T, :, :size]
+
+    def unlay_rows(self, x: jax.Array) -> jax.Array:
+        """Turns numbers of tokens `[B, N, chunks, C]` into `[..., T, N]`."""
+        B, N, count, C = x.shape
+        x = x.transpose(0, 2, 3, 1).reshape(*self.batch, count * C, N)
+        return x[..., : self.sizes[0], :]
+
+    def lay_state(self, x: jax.Array) -> jax.Array:
+        """Turns a state `[..., N, H, Hv]` into `[B, N, width, value_width]`."""
+        return self.lay_states(x[None])[0]
+
+    def lay_states(self, x: jax.Array) -> jax.Array:
+        """Turns states `[g, ..., N, H, Hv]` into `[g, B, N, width, value_width]`."""
+        count, *_, N, H, Hv = x.shape
+        more = self.width - H, self.value_width - Hv
+        if any(more):
+            x = jnp.pad(x, [*[(0, 0)] * (x.ndim - 2), *((0, n) for n in more)])
+        return x.reshape(count, math.prod(self.batch), N, self.width, self.value_width)
+
+    def unlay_state(self, x: jax.Array) -> jax.Array:
+        """Turns `[..., B, N, width, value_width]` into `[..., *batch, N, H, Hv]`."""
+        *lead, _, N, _, _ = x.shape
+        H, Hv = self.sizes[3:]
+        return x.reshape(*lead, *self.batch, N, self.width, self.value_width)[..., :H, :Hv]
+
+    def of_tokens(self, width: int, where: Callable[[Any], Any]) -> Any:
+        """Returns the spec of tokens, of which a step reads `width` channels; `where` tells the chunk."""
+        return pl.BlockSpec((None, CHUNK, width), lambda b, h, c: (b, where(c), h))
+
+    def of_rows(self, where: Callable[[Any], Any]) -> Any:
+        """Returns the spec of `Rows`."""
+        return pl.BlockSpec(
+            (None, self.value_heads, None, TILE, CHUNK), lambda b, h, c: (b, h, where(c), ZERO, ZERO)
+        )
+
+    def of_state(self) -> Any:
+        """Returns the spec of a state, which is of all chunks."""
+        shape = (None, self.value_heads, self.width, self.value_width)
+        return pl.BlockSpec(shape, lambda b, h, c: (b, h, ZERO, ZERO))
+
+    def of_states(self, where: Callable[[Any], Any]) -> Any:
+        """Returns the spec of states that are kept, `[g, B, N, width, value_width]`."""
+        shape = (None, None, self.value_heads, self.width, self.value_width)
+        return pl.BlockSpec(shape, lambda b, h, c: (where(c), b, h, ZERO, ZERO))
+
+
+class Rows(NamedTuple):
+    """What is a number a token, `[1, C]` or `[C, 1]`; in one array, `[B, N, chunks, 8, C]`, float32."""
+
+    high: jax.Array  # c of multiples of 2^-10
+    low: jax.Array  # c of the rest
+    number: jax.Array  # of restarts up to the token
+    from_start: jax.Array  # exp(c), 0 behind the first restart
+    to_end: jax.Array  # exp(c_C - c), 0 before the last one
+    beta: jax.Array
+    seen: jax.Array  # 1, or 0 beyond the lengths
+    whole: jax.Array  # exp(c_C), 0 with a restart, the same for all tokens
+
+
+class Decays(NamedTuple):
+    """What XLA makes of the tokens of a call."""
+
+    rows: jax.Array  # `Rows`
+    restarts: jax.Array  # bool, where a decay does not count, `[B, N or 1, chunks, C]`
+    seen: jax.Array  # bool, `[B, 1, chunks, C]`
+
+
+def decays(chunks: Chunks, operands: Operands) -> Decays:
+    """Returns the numbers of tokens, with zeros where none is seen."""
+    (B, _, count), (T, _, N, *_), seen = chunks.grid, chunks.sizes, layout.seen_tokens(operands)
+
+    # `[..., T, N or 1, 1]` to `[B, N or 1, chunks, C]`
+    def lay(x):
+        x = (x if seen is None else jnp.where(seen, x, 0))[..., 0]
+        x = jnp.pad(x, [*[(0, 0)] * (x.ndim - 2), (0, count * CHUNK - T), (0, 0)])
+        x = jnp.broadcast_to(x, (*chunks.batch, *x.shape[-2:])).reshape(B, count, CHUNK, x.shape[-1])
+        return x.transpose(0, 3, 1, 2)
+
+    g = lay(layout.decay_of_tokens(operands).astype(jnp.float32))
+    restarts = jnp.exp(g) == 0
+    if operands.restarts is not None:
+        restarts = restarts | lay(operands.restarts[..., None, None])
+    beta = 1.0 if operands.beta is None else lay(operands.beta[..., None].astype(jnp.float32))
+    is_seen = lay(jnp.ones((*(1,) * len(chunks.batch), T, 1, 1), bool))
+
+    # c in two parts, and what follows from it
+    g = jnp.where(restarts, 0, g)
+    high = jnp.round(g * _EXACT) / _EXACT
+    number = lax.cumsum(restarts.astype(jnp.int32), 3)
+    c_high, c_low = lax.cumsum(high, 3), lax.cumsum(g - high, 3)
+    last = lambda x: x[..., -1:]
+    left = (last(c_high) - c_high) + (last(c_low) - c_low)
+    c = c_high + c_low
+    factor = lambda x, is_same: jnp.exp(jnp.where(is_same, x, -jnp.inf))
+    rows = Rows(
+        c_high,
+        c_low,
+        number,
+        factor(c, number == 0),
+        factor(left, number == last(number)),
+        beta,
+        is_seen,
+        factor(last(c), last(number) == 0),
+    )
+    rows = [jnp.broadcast_to(x, (B, N, count, CHUNK)).astype(jnp.float32) for x in rows]
+    return Decays(jnp.stack(rows, 3), restarts, is_seen)
+
+
+# ---- within a kernel
+
+
+def in_lockstep(heads: Sequence[Stages[R]]) -> list[R]:
+    """Returns what the generators return, each taken to its next stage in turn."""
+    found: dict[int, Any] = {}
+    while len(found) < len(heads):
+        for number, head in enumerate(heads):
+            if number in found:
+                continue
+            try:
+                next(head)
+            except StopIteration as ended:
+                found[number] = ended.value
+    return [found[number] for number in range(len(heads))]
+
+
+def product(
+    chunks: Chunks, x: jax.Array, y: jax.Array, axes: tuple[int, int] = (1, 0), is_exact: bool = False
+) -> jax.Array:
+    """Multiplies two matrices over `axes`, in float32.
+
+    In a narrow call a factor in float32 is taken as two numbers of bfloat16 that add up to it, but for 2^-17
+    of it. In a wide one `is_exact` asks for all of float32, where else the precision of the call holds.
+    """
+    dims = (((axes[0],), (axes[1],)), ((), ()))
+    if not chunks.is_narrow:
+        precision = chunks.options.precision
+        if is_exact or precision == lax.Precision.HIGH:  # the matrix unit has no three-pass mode in kernels
+            precision = lax.Precision.HIGHEST
+        x, y = x.astype(jnp.float32), y.astype(jnp.float32)
+        return lax.dot_general(x, y, dims, precision=precision, preferred_element_type=jnp.float32)
+
+    def parts(z):
+        if z.dtype == jnp.bfloat16:
+            return [z]
+        narrow = z.astype(jnp.bfloat16)
+        return [narrow, rounding_between(z, narrow)]
+
+    (x, *x_rest), (y, *y_rest) = parts(x), parts(y)
+    pairs = [(x, y), *((x, rest) for rest in y_rest), *((rest, y) for rest in x_rest)]
+    found = [
+        lax.dot_general(a, b, dims, precision=lax.Precision.DEFAULT, preferred_element_type=jnp.float32)
+        for a, b in pairs
+    ]
+    return sum(found[1:], found[0])
+
+
+def number(shape: tuple[int, int], axis: int) -> jax.Array:
+    """Returns the number of each row (0) or column (1) of a matrix."""
+    return lax.broadcasted_iota(jnp.int32, shape, axis)
+
+
+def _columns(tile: jax.Array, count: int) -> list[jax.Array]:
+    upright = jnp.concatenate([tile] * (CHUNK // TILE), 0).T
+    return [upright[:, i : i + 1] for i in range(count)]
+
+
+def as_rows(*columns: jax.Array) -> jax.Array:
+    """Turns up to 8 columns `[C, 1]` into the rows of a tile, `[8, C]`."""
+    lane = number((CHUNK, CHUNK), 1)
+    found = jnp.broadcast_to(columns[-1], (CHUNK, CHUNK))
+    for i, column in list(enumerate(columns))[-2::-1]:
+        found = jnp.where(lane == i, column, found)
+    return found.T[:TILE]
+
+
+@dataclass(frozen=True)
+class Head:
+    """The numbers of the tokens of one value head, as rows and as columns, and the decays between them."""
+
+    row: Rows
+    column: Rows
+    plane: jax.Array  # exp(c_i - c_j) for j <= i, else 0, [C, C]
+
+    @classmethod
+    def of(cls, tile: jax.Array) -> "Head":
+        """Reads what XLA made, `[8, C]`."""
+        row = Rows(*(tile[i : i + 1] for i in range(TILE)))
+        column = Rows(*_columns(tile, TILE))
+        c = (column.high - row.high) + (column.low - row.low)
+        is_read = number(c.shape, 0) >= number(c.shape, 1)
+        is_read &= column.number == row.number
+        return cls(row, column, jnp.exp(jnp.where(is_read, c, -jnp.inf)))
+
+
+@dataclass(frozen=True)
+class KeyHead:
+    """The queries and keys of one key head; what normalizing multiplies by stays a factor of its own."""
+
+    query: jax.Array  # as it is given, 0 where it is not seen, [C, H]
+    key: jax.Array
+    query_norm: Any  # [C, 1], or 1
+    key_norm: Any
+    key_norm_row: Any  # [1, C]
+    reads: jax.Array  # scale <q_i, k_j>, [C, C]
+    overlaps: Any  # <k_i, k_j> for j < i, else 0; None without a delta rule
+
+    @classmethod
+    def of(cls, chunks: Chunks, query: jax.Array, key: jax.Array) -> "KeyHead":
+        """Computes the products of all heads that read this one."""
+        epsilon = chunks.options.l2_norm_epsilon
+        of_query, of_key, row = 1.0, 1.0, 1.0
+        if epsilon is not None:
+            of_query, of_key = (_norm(x, epsilon) for x in (query, key))
+            row = as_rows(of_key)[:1]
+        reads = product(chunks, query, key, (1, 1)) * (chunks.options.scale * of_query * row)
+        overlaps = None
+        if chunks.options.is_delta:
+            is_before = number(reads.shape, 0) > number(reads.shape, 1)
+            overlaps = jnp.where(is_before, product(chunks, key, key, (1, 1)) * (of_key * row), 0)
+        return cls(query, key, of_query, of_key, row, reads, overlaps)
+
+
+def _norm(x: jax.Array, epsilon: float) -> jax.Array:
+    x = x.astype(jnp.float32)
+    return lax.rsqrt((x * x).sum(1, keepdims=True) + epsilon)
+
+
+def seen(chunks: Chunks, head: Head, x: jax.Array) -> jax.Array:
+    """Returns rows `[C, X]` with zeros where tokens are not seen."""
+    return jnp.where(head.column.seen != 0, x, jnp.zeros_like(x)) if chunks.is_masked else x
+
+
+def corrections(
+    chunks: Chunks, head: Head, keys: KeyHead, value: jax.Array, before: jax.Array
+) -> Stages[tuple[jax.Array, jax.Array, jax.Array]]:
+    """Returns M = (I + A)^-1 `[C, C]`, V - K^ S0 and U `[C, Hv]`, by (5)."""
+    beta, of_start = head.column.beta, head.column.from_start * keys.key_norm
+    rest = value - product(chunks, keys.key, before) * of_start
+    solved = yield from inverse(chunks, beta * keys.overlaps * head.plane)
+    return solved, rest, product(chunks, solved, beta * rest)
+
+
+def inverse(chunks: Chunks, a: jax.Array) -> Stages[jax.Array]:
+    """Returns (I + A)^-1 of A, strictly lower, `[C, C]`: (3) of `matrix.py`.
+
+    Blocks of 8, the rows of a register, by substitution, all side by side; then blocks of twice the size, of
+    which half the rows change.
+    """
+    C = a.shape[0]
+    row, column = number(a.shape, 0), number(a.shape, 1)
+    # of each row the numbers of its block, in the first 8 lanes
+    own = jnp.where((row >> 3) == (column >> 3), a, 0)
+    fold = ((row & 7) == column).astype(jnp.bfloat16)
+    own = product(chunks, own, fold, is_exact=True).reshape(C // TILE, TILE, C)
+    found = jnp.where(row == column, jnp.float32(1), jnp.float32(0)).reshape(C // TILE, TILE, C)
+    yield
+    for j in range(TILE - 1):
+        found = found - own[:, :, j : j + 1] * found[:, j : j + 1, :]
+    found = found.reshape(C, C)
+    yield
+    half = TILE
+    while half < C:
+        earlier, later = ([slice(i + s, i + s + half) for i in range(0, C, 2 * half)] for s in (0, half))
+        rows = lambda x, of: jnp.concatenate([x[part] for part in of], 0)
+        below, old, number_of = rows(a, later), rows(found, later), rows(row, later)
+        level = half.bit_length() - 1
+        is_between = (rows(column, later) >> level) == (number_of >> level) - 1
+        step = product(chunks, jnp.where(is_between, below, 0), found, is_exact=True)  # [C / 2, C]
+        yield
+        zeros = jnp.zeros((half, C), jnp.float32)
+        pieces = [step[i : i + half] for i in range(0, C // 2, half)]
+        placed = jnp.concatenate([x for piece in pieces for x in (zeros, piece)], 0)
+        new = old - product(chunks, old, placed, is_exact=True)
+        yield
+        pieces = [new[i : i + half] for i in range(0, C // 2, half)]
+        found = jnp.concatenate(
+            [x for part, piece in zip(earlier, pieces, strict=True) for x in (found[part], piece)], 0
+        )
+        half *= 2
+    return found

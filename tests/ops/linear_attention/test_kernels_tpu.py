@@ -1,0 +1,126 @@
+"""The TPU kernels of linear attention, interpreted: races, two cores, memory that starts as NaN."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import OPERATORS, assert_trees_close, thorough
+
+from jax_attn_bwd import check, explain, gated_delta_rule, gated_linear_attention
+from jax_attn_bwd._core import pallas
+from jax_attn_bwd.ops.linear_attention.cases import NORM, case
+
+NAME = "mosaic_tpu"
+DELTA, LINEAR = (
+    next(o for o in OPERATORS if o.name == n) for n in ("gated_delta_rule", "gated_linear_attention")
+)
+FEW = dict(B=(1,), K=1, N=1, state=True)
+
+
+def measured(operator, of, dtype="float32"):
+    """Checks the kernels' values and gradients beside float64, within twice the definition's errors."""
+    with jax.enable_x64(False), pallas.interpreting(NAME):
+        for row in check.measure(operator, NAME, of, dtype):
+            assert row.ok, row
+
+
+@thorough
+@pytest.mark.kernel
+@pytest.mark.parametrize("name", ["chunks", "constant", "resets", "hidden"])
+@pytest.mark.parametrize("operator", [DELTA, LINEAR], ids=lambda o: o.name)
+def test_named_cases(operator, name):
+    (found,) = (found for found in operator.cases if found.name == name)
+    measured(operator, found)
+
+
+@thorough
+@pytest.mark.kernel
+@pytest.mark.parametrize("T", [1, 127, 128, 131, 259])
+def test_tokens_of_whole_and_of_broken_chunks(T):
+    measured(DELTA, case(f"T={T}", T=T, H=64, Hv=64, **FEW, **NORM))
+
+
+@thorough
+@pytest.mark.kernel
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(("K", "N", "H", "Hv"), [(2, 4, 64, 128), (1, 2, 128, 64), (3, 3, 20, 70)])
+def test_heads_that_share_keys_and_sizes_that_are_filled_up(K, N, H, Hv, dtype):
+    measured(DELTA, case("sizes", B=(1,), T=20, K=K, N=N, H=H, Hv=Hv, **NORM), dtype)
+
+
+@thorough
+@pytest.mark.kernel
+@pytest.mark.parametrize("delta", [True, False])
+def test_states_saved_before_groups_of_chunks(delta):
+    """A state of three heads that share keys is more than a chunk of them: every second one is saved."""
+    sizes = dict(B=(1,), T=300, K=1, N=3, H=128, Hv=128, state=True, delta=delta)
+    operator = DELTA if delta else LINEAR
+    measured(operator, case("groups", **sizes, **(NORM if delta else {})), "bfloat16")
+
+
+@thorough
+@pytest.mark.kernel
+def test_strong_decays_leave_those_after_them_exact():
+    """Differences of sums of decays keep their precision behind a stretch of strong ones."""
+
+    def strong_first(rng, arrays):
+        g = arrays["log_decay"] / 50
+        g[:, :100] = -60
+        return {"log_decay": g}
+
+    measured(DELTA, case("strong", T=128, extra=strong_first, H=8, Hv=8, **FEW, **NORM))
+
+
+@thorough
+@pytest.mark.kernel
+def test_vmap_grad_of_grad_and_states_from_call_to_call():
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.standard_normal((2, 1, 9, 1, 4)), jnp.float32) / 2 for _ in range(3))
+    call = lambda implementation, q, k, v: gated_linear_attention(
+        q, k, v, jnp.full((1,), -0.1), return_final_state=True, implementation=implementation
+    )
+
+    def checked(implementation):
+        out, state = jax.vmap(lambda *x: call(implementation, *x))(q, k, v)
+        again = lambda q: (call(implementation, q, k[0], v[0])[0] ** 3).sum()
+        hessian = jax.grad(lambda q: (jax.grad(again)(q) ** 2).sum())
+        return out, state, jax.jit(hessian)(q[0])
+
+    with pallas.interpreting(NAME):
+        got = checked(NAME)
+    assert_trees_close(got, checked("xla"), 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"log_decay": jax.ShapeDtypeStruct((1, 8, 2, 64), "float32")}, "a decay a head, not one a channel"),
+        ({"value": jax.ShapeDtypeStruct((1, 8, 2, 300), "float32")}, "at most 256 channels, got 300"),
+        ({"beta": jax.ShapeDtypeStruct((1, 8, 2), "float16")}, "beta must be one of .* got float16"),
+        (
+            {"value": jax.ShapeDtypeStruct((1, 8, 48, 256), "float32")},
+            "states of 48 value heads .* do not fit",
+        ),
+    ],
+)
+def test_says_why_it_cannot(changes, reason):
+    x = jax.ShapeDtypeStruct((1, 8, 2, 64), "float32")
+    value = changes.get("value", x)
+    arrays = {"query": x, "key": x, "value": x, "log_decay": None}
+    arrays["beta"] = jax.ShapeDtypeStruct(value.shape[:-1], "float32")
+    with pallas.interpreting(NAME):
+        told = explain(gated_delta_rule, **(arrays | changes))[NAME]
+    assert re.search(reason, told), told
+
+
+@thorough
+@pytest.mark.kernel
+def test_narrow_products_err_no_more_than_twice_what_the_portable_path_does():
+    """States are float32, of products that keep 17 bits of their factors."""
+    of = case("narrow", T=140, H=32, Hv=32, growth=0.1, **FEW, **NORM)
+    with jax.enable_x64(False), pallas.interpreting(NAME):
+        found = {name: check.measure(DELTA, name, of, "bfloat16") for name in (NAME, "xla")}
+    for kernel, portable in zip(*found.values(), strict=True):
+        assert kernel.error <= 2 * portable.error + 2e-5, kernel
