@@ -40,8 +40,11 @@ from jax_attn_bwd.ops.graph import (
     graph_transformer_attention_bwd,
 )
 from jax_attn_bwd.ops.linear_attention import (
+    DplrLinearAttentionGrads,
     GatedDeltaRuleGrads,
     GatedLinearAttentionGrads,
+    dplr_linear_attention,
+    dplr_linear_attention_bwd,
     gated_delta_rule,
     gated_delta_rule_bwd,
     gated_linear_attention,
@@ -60,6 +63,7 @@ __all__ = [
     "BatchLayout",
     "BipartiteCSC",
     "DotProductAttentionGrads",
+    "DplrLinearAttentionGrads",
     "GatedDeltaRuleGrads",
     "GatedLinearAttentionGrads",
     "GraphAttentionGrads",
@@ -75,6 +79,8 @@ __all__ = [
     "configured_attention_fn",
     "dot_product_attention",
     "dot_product_attention_bwd",
+    "dplr_linear_attention",
+    "dplr_linear_attention_bwd",
     "edge_max",
     "edge_max_bwd",
     "edge_mean",

@@ -5,8 +5,8 @@ the sequence sharded; `zigzag` and `striped` lay it out so that causal work is s
 is any of them for the layers of Flax. `tensor_parallel_multi_head_attention` is the layer with its heads
 sharded.
 
-`gated_delta_rule` and `gated_linear_attention` are the operators of these names with the sequence sharded, at
-one exchange.
+`gated_delta_rule`, `gated_linear_attention` and `dplr_linear_attention` are the operators of these names with
+the sequence sharded, at one exchange.
 
 Graphs: `partition_graph` cuts one into parts, which `sharded_graph_attention` runs. Pictures:
 `sharded_multi_scale_deformable_attention` shards the queries.
@@ -18,7 +18,7 @@ from jax_attn_bwd.parallel.attention_fn import attention_fn
 from jax_attn_bwd.parallel.deformable import sharded_multi_scale_deformable_attention
 from jax_attn_bwd.parallel.graph import sharded_graph_attention
 from jax_attn_bwd.parallel.layouts import striped, unstriped, unzigzag, zigzag
-from jax_attn_bwd.parallel.linear import gated_delta_rule, gated_linear_attention
+from jax_attn_bwd.parallel.linear import dplr_linear_attention, gated_delta_rule, gated_linear_attention
 from jax_attn_bwd.parallel.partition import Layout, PartitionedGraph, Traffic, partition_graph
 from jax_attn_bwd.parallel.sequence import all_gather_attention, ring_attention, ulysses_attention
 from jax_attn_bwd.parallel.tensor import tensor_parallel_multi_head_attention
@@ -29,6 +29,7 @@ __all__ = [
     "Traffic",
     "all_gather_attention",
     "attention_fn",
+    "dplr_linear_attention",
     "gated_delta_rule",
     "gated_linear_attention",
     "partition_graph",

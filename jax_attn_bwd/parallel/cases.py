@@ -173,7 +173,7 @@ def _named(operator: Operator, *names: str) -> tuple[Case, ...]:
     return tuple(case for case in operator.cases if case.name in names)
 
 
-_DELTA, _GATED = LINEAR
+_DELTA, _GATED = LINEAR[:2]
 (_DENSE,), (_MULTI_HEAD,), (_DEFORMABLE,), (_GAT, *_) = dense.OPERATORS, MULTI_HEAD, DEFORMABLE, GRAPH
 OPERATORS = (
     _of(_DENSE, "ring_attention", _sequence(ring_attention, zigzag, unzigzag), _SEQUENCE_CASES),

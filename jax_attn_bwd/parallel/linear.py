@@ -4,9 +4,10 @@ A device's tokens take the state before them, S, to the one behind, and read it,
 
     S' = F S + D,   out_t = o_t + S^T r_t                                               (1)
 
-D and o are what the operator gives from the state 0. Without a delta rule F is diagonal, the product of the
-decays, and r the query times those up to it. Under a delta rule F `[H, H]` and r `[T, N, H]` are what the
-operator gives from the state I for values of 0: one forward with H more columns of the value has all four.
+D and o are what the operator gives from the state 0. Where nothing is corrected F is diagonal, the product of
+the decays, and r the query times those up to it. Under a delta rule, or where keys erase, F `[H, H]` and
+r `[T, N, H]` are what the operator gives from the state I for values of 0: one forward with H more columns of
+the value has all four.
 The devices exchange (D, F) once; each then computes the states before all of them, in order, and reads its
 own. So it has the states before its groups of chunks, and from there on its backward is that of one device,
 without more columns. The cotangent of the state behind it comes from those after it, by one exchange of
@@ -32,13 +33,13 @@ from jax_attn_bwd._core.sharding import match_type, tie, vary_over, varying
 from jax_attn_bwd._core.types import Array
 from jax_attn_bwd.ops import linear_attention
 from jax_attn_bwd.ops.linear_attention import arguments, layout
-from jax_attn_bwd.ops.linear_attention.api import IMPLEMENTATIONS
+from jax_attn_bwd.ops.linear_attention.api import IMPLEMENTATIONS, OF_ERASING_KEYS
 from jax_attn_bwd.ops.linear_attention.forward import split_heads
 from jax_attn_bwd.ops.linear_attention.layout import unit
 from jax_attn_bwd.ops.linear_attention.matrix import dot_of, transposed
 from jax_attn_bwd.ops.linear_attention.plan import Plan, plan
 from jax_attn_bwd.ops.linear_attention.spec import (
-    DIFFERENTIABLE,
+    ALL_DIFFERENTIABLE,
     LinearAttentionKeywords,
     Operands,
     Residuals,
@@ -161,9 +162,54 @@ def gated_linear_attention(
     return _run(linear_attention.gated_linear_attention, tokens, axis_name, return_final_state, options)
 
 
+# fmt: off
+@overload
+def dplr_linear_attention(
+    query: Array, key: Array, value: Array, log_decay: Array | None, erase_key: Array, erase_query: Array, *,
+    axis_name: str, return_final_state: Literal[False] = False, **options: Unpack[CutKeywords]
+) -> jax.Array: ...
+@overload
+def dplr_linear_attention(
+    query: Array, key: Array, value: Array, log_decay: Array | None, erase_key: Array, erase_query: Array, *,
+    axis_name: str, return_final_state: Literal[True], **options: Unpack[CutKeywords]
+) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def dplr_linear_attention(
+    query: Array, key: Array, value: Array, log_decay: Array | None, erase_key: Array, erase_query: Array, *,
+    axis_name: str, return_final_state: bool, **options: Unpack[CutKeywords]
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...
+# fmt: on
+@keywords.known
+def dplr_linear_attention(
+    query: Array, key: Array, value: Array, log_decay: Array | None, erase_key: Array, erase_query: Array, *,
+    axis_name: str, return_final_state: bool = False, **options: Unpack[CutKeywords],
+) -> jax.Array | tuple[jax.Array, jax.Array]:  # fmt: skip
+    """`dplr_linear_attention` over a sharded sequence, at one exchange of each device's map of the state.
+
+    Arguments, results, gradients and errors are those of `parallel.gated_delta_rule`, with `erase_key` and
+    `erase_query` for `beta`.
+
+    Example:
+      >>> import jax
+      >>> from functools import partial
+      >>> from jax.sharding import PartitionSpec as P
+      >>> from jax_attn_bwd.parallel import dplr_linear_attention
+      >>> mesh, tokens = jax.sharding.Mesh(jax.devices()[:1], ("sequence",)), P(None, "sequence")
+      >>> attend = partial(dplr_linear_attention, axis_name="sequence")
+      >>> attend = jax.shard_map(attend, mesh=mesh, in_specs=(tokens,) * 6, out_specs=tokens)
+      >>> q, k, v, a = jax.random.normal(jax.random.key(0), (4, 2, 16, 4, 8)) / 3
+      >>> jax.jit(attend)(q, k, v, -abs(a), a, a).shape
+      (2, 16, 4, 8)
+    """
+    tokens = query, key, value, log_decay, None
+    like, erasing = linear_attention.dplr_linear_attention, (erase_key, erase_query)
+    return _run(like, tokens, axis_name, return_final_state, options, erasing)
+
+
 def _run(
-    like: Callable[..., Any], tokens: tuple[Any, ...], axis_name, return_final_state, options: CutKeywords
-) -> Any:
+    like: Callable[..., Any], tokens: tuple[Any, ...], axis_name, return_final_state, options: CutKeywords,
+    erasing: tuple[Any, ...] = (),
+) -> Any:  # fmt: skip
     """Returns what the call `like` returns of the whole sequence: of this device's tokens."""
     # the arguments of this device
     name = like.__name__
@@ -177,7 +223,7 @@ def _run(
         lengths = saturated(checks.integers(name, "seq_lengths", lengths, 0, n * T))
         given["seq_lengths"] = jnp.clip(lengths - device * T, 0, T)
     is_delta = like is linear_attention.gated_delta_rule
-    static, operands = arguments.prepare(name, *tokens, is_delta=is_delta, **given)
+    static, operands = arguments.prepare(name, *tokens, is_delta=is_delta, erasing=erasing, **given)
 
     # a document that ends with the device before: what is from there is nothing to the first token
     if operands.restarts is not None and T != 0:
@@ -188,8 +234,9 @@ def _run(
         operands = operands._replace(restarts=restarts)
 
     # how it is computed
-    taken = _with_columns(operands) if static.is_delta else operands
-    chosen = backend.planned(name, IMPLEMENTATIONS, implementation, static, taken, plan)
+    taken = _with_columns(operands) if static.corrects else operands
+    known = OF_ERASING_KEYS if erasing else IMPLEMENTATIONS
+    chosen = backend.planned(name, known, implementation, static, taken, plan)
     cut = ShardedPlan(chosen, axis_name, n)
     out, final = _OPERATION.runner(name, forward_mode)(cut, operands)
     return (out, lax.psum(final, axis_name)) if wants_final else out
@@ -235,7 +282,7 @@ def _block(cut: ShardedPlan, operands: Operands) -> tuple[Shard, tuple[jax.Array
     """Returns what a device's tokens do, and D and F before each group of chunks, `[g, ..., K, G, H, X]`."""
     forward = backend.named(IMPLEMENTATIONS, cut.plan.implementation).forward
     *batch, T, N, Hv = operands.value.shape
-    if cut.plan.options.is_delta:
+    if cut.plan.options.corrects:
         result = forward(cut.plan, _with_columns(operands))
         before = result.states[..., :Hv], result.states[..., Hv:]
         return _of_columns(Hv, result.out, result.final_state), before
@@ -359,4 +406,4 @@ def _tangent(cut, saved, tangents):
     return dout, dfinal
 
 
-_OPERATION = Operation(DIFFERENTIABLE, _primal, _forward, _backward, _tangent)
+_OPERATION = Operation(ALL_DIFFERENTIABLE, _primal, _forward, _backward, _tangent)

@@ -66,6 +66,13 @@ CASES = {
         *_both(delta=False),
         *_measured(delta=False),
     ),
+    "dplr_linear_attention": (
+        case("resets", erasing=4, T=70, extra=_resets, state=True),
+        case("resets of channels", decay="channel", erasing=2, T=40, extra=_resets, segments=2, state=True),
+        case("channels of chunks", decay="channel", erasing=4, T=133, lengths=(20, 133), growth=5.0),
+        case("no decay", decay="none", K=1, erasing=1, scale=0.3, lengths=(9, 0), segments=3, state=True),
+        *_both(erasing=2),
+    ),
 }
 
 
@@ -89,7 +96,7 @@ def _hidden(arrays, options):
     if "seq_lengths" not in arrays:
         return {}
     beyond = np.arange(arrays["value"].shape[-3]) >= np.asarray(arrays["seq_lengths"])[..., None]
-    tokens = ["query", "key", "value", "beta", "out"]
+    tokens = ["query", "key", "value", "beta", "erase_key", "erase_query", "out"]
     if "log_decay" in arrays and arrays["log_decay"].ndim > 1:
         tokens.append("log_decay")
     return dict.fromkeys(tokens, beyond)
@@ -97,6 +104,7 @@ def _hidden(arrays, options):
 
 _AXES = {
     "query": "BTND", "key": "BTND", "value": "BTND", "log_decay": "BTN", "beta": "BTN",
+    "erase_key": "BTND", "erase_query": "BTND",
     "initial_state": "BNDV", "out": "BTND", "final_state": "BNDV", "seq_lengths": "B", "segment_ids": "BT",
 }  # fmt: skip
 TRAITS = {

@@ -21,6 +21,8 @@ CASES = {
     "constant": dict(decay="constant"),
     "linear": dict(delta=False, state=True, segments=4, lengths=(17, 24)),
     "linear channels": dict(delta=False, decay="channel"),
+    "erasing": dict(erasing=4, state=True, segments=3, lengths=(17, 24)),
+    "erasing channels": dict(erasing=2, decay="channel"),
 }
 WHOLE = ("initial_state", "seq_lengths")
 
@@ -36,6 +38,7 @@ def both(name):
     if "seq_lengths" in arrays:  # of a dtype that holds no number below 0
         arrays["seq_lengths"] = arrays["seq_lengths"].astype(np.uint8)
     operator = "gated_delta_rule" if "beta" in arrays else "gated_linear_attention"
+    operator = "dplr_linear_attention" if "erase_key" in arrays else operator
     plain, cut = getattr(jab, operator), getattr(parallel, operator)
     run = jax.shard_map(
         lambda arrays: cut(**arrays, **options, axis_name=AXIS),

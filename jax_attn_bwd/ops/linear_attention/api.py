@@ -1,4 +1,4 @@
-"""Linear attention: the public functions of both operators, their checks, and the rules they share."""
+"""Linear attention: the public functions of its operators, their checks, and the rules they share."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Unpack, overload
@@ -17,8 +17,11 @@ from jax_attn_bwd.ops.linear_attention.arguments import prepare, state
 from jax_attn_bwd.ops.linear_attention.plan import Plan
 from jax_attn_bwd.ops.linear_attention.plan import plan as planned
 from jax_attn_bwd.ops.linear_attention.spec import (
+    ALL_DIFFERENTIABLE,
     DIFFERENTIABLE,
+    OF_ERASING,
     WITHOUT_BETA,
+    DplrLinearAttentionGrads,
     GatedDeltaRuleGrads,
     GatedLinearAttentionGrads,
     LinearAttentionKeywords,
@@ -27,7 +30,7 @@ from jax_attn_bwd.ops.linear_attention.spec import (
     Wanted,
 )
 
-_DELTA, _LINEAR = "gated_delta_rule", "gated_linear_attention"
+_DELTA, _LINEAR, _ERASING = "gated_delta_rule", "gated_linear_attention", "dplr_linear_attention"
 
 
 # fmt: off
@@ -233,6 +236,95 @@ def gated_linear_attention(
     return outputs if return_final_state else outputs[0]
 
 
+# fmt: off
+@overload
+def dplr_linear_attention(
+    query: Array, key: Array, value: Array, log_decay: Array | None, erase_key: Array, erase_query: Array, *,
+    return_final_state: Literal[False] = False, forward_mode: bool = False,
+    **options: Unpack[LinearAttentionKeywords]
+) -> jax.Array: ...
+@overload
+def dplr_linear_attention(
+    query: Array, key: Array, value: Array, log_decay: Array | None, erase_key: Array, erase_query: Array, *,
+    return_final_state: Literal[True], forward_mode: bool = False,
+    **options: Unpack[LinearAttentionKeywords]
+) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def dplr_linear_attention(
+    query: Array, key: Array, value: Array, log_decay: Array | None, erase_key: Array, erase_query: Array, *,
+    return_final_state: bool, forward_mode: bool = False, **options: Unpack[LinearAttentionKeywords]
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...
+# fmt: on
+@keywords.known
+def dplr_linear_attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    log_decay: Array | None,
+    erase_key: Array,
+    erase_query: Array,
+    *,
+    initial_state: Array | None = None,
+    scale: float | None = None,
+    l2_norm_epsilon: float | None = None,
+    seq_lengths: Integers | None = None,
+    segment_ids: Integers | None = None,
+    return_final_state: bool = False,
+    precision: Any = None,
+    forward_mode: bool = False,
+    implementation: Implementation | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Erases from a matrix of memory, writes to it and reads it, each by keys of its own, token by token.
+
+        S'_t = exp(log_decay_t) S_{t-1},
+        S_t  = S'_t - erase_key_t (erase_query_t^T S'_t) + k_t v_t^T,   out_t = scale S_t^T q_t
+
+    The state is multiplied by a diagonal matrix plus one of rank 1 (DPLR): RWKV-7, Gated DeltaNet 2, a step
+    of a product of Householder matrices. `gated_delta_rule` is this with `erase_key = beta k`,
+    `erase_query = k` and the value `beta v`, in fewer products. Other arguments, results and errors are those
+    of `gated_delta_rule`, without `beta`.
+
+    Shapes: as in `gated_delta_rule`.
+
+    Args:
+      query, key, value, log_decay: as in `gated_delta_rule`.
+      erase_key, erase_query: `[..., T, K, H]` or `[..., T, N, H]`, dtype of `query`: where something is taken
+        away, and where it is read for that, behind the decay. With `erase_query^T erase_key` outside [0, 2]
+        the state may diverge, as by the definition.
+      initial_state, scale, seq_lengths, segment_ids, return_final_state, precision, forward_mode,
+        implementation: as in `gated_delta_rule`.
+      l2_norm_epsilon: as in `gated_delta_rule`, of `query` and `key`; what erases is taken as it is.
+
+    Returns:
+      out: `[..., T, N, Hv]`, dtype of `query`; with `return_final_state` also final_state `[..., N, H, Hv]`.
+
+    Gradients:
+      query, key, value, log_decay, erase_key, erase_query, initial_state: as in `gated_delta_rule`.
+
+    Raises:
+      As `gated_delta_rule`.
+
+    Example:
+      >>> import jax
+      >>> from jax_attn_bwd import dplr_linear_attention
+      >>> q, k, v, a = jax.random.normal(jax.random.key(0), (4, 2, 16, 4, 8)) / 3
+      >>> dplr_linear_attention(q, k, v, -abs(a), a, a).shape
+      (2, 16, 4, 8)
+
+    References:
+      Peng et al., RWKV-7 "Goose" with expressive dynamic state evolution, arXiv:2503.14456, 2025.
+    """
+    return_final_state = checks.flag(_ERASING, "return_final_state", return_final_state)
+    options, operands = prepare(
+        _ERASING, query, key, value, log_decay, None, erasing=(erase_key, erase_query), is_delta=False,
+        initial_state=initial_state, scale=scale, l2_norm_epsilon=l2_norm_epsilon, seq_lengths=seq_lengths,
+        segment_ids=segment_ids, precision=precision,
+    )  # fmt: skip
+    plan = backend.planned(_ERASING, OF_ERASING_KEYS, implementation, options, operands, planned)
+    outputs = _OPERATION.runner(_ERASING, forward_mode)(plan, operands)
+    return outputs if return_final_state else outputs[0]
+
+
 @keywords.known
 def gated_delta_rule_bwd(
     dout: Array,
@@ -303,20 +395,53 @@ def gated_linear_attention_bwd(
     return GatedLinearAttentionGrads(**found)
 
 
+@keywords.known
+def dplr_linear_attention_bwd(
+    dout: Array,
+    query: Array,
+    key: Array,
+    value: Array,
+    log_decay: Array | None,
+    erase_key: Array,
+    erase_query: Array,
+    *,
+    dfinal_state: Array | None = None,
+    wrt: Sequence[str] = OF_ERASING[:-1],
+    **options: Unpack[LinearAttentionKeywords],
+) -> DplrLinearAttentionGrads:
+    """Computes the gradients of `dplr_linear_attention`, by the same arguments.
+
+    Arguments and results are those of `gated_delta_rule_bwd`, with "erase_key" and "erase_query" for "beta".
+
+    Example:
+      >>> import jax
+      >>> import jax_attn_bwd as jab
+      >>> q, k, v, a, dout = jax.random.normal(jax.random.key(0), (5, 2, 16, 4, 8)) / 3
+      >>> grads = jab.dplr_linear_attention_bwd(dout, q, k, v, None, a, a)
+      >>> grads.erase_key.shape, grads.log_decay is None
+      ((2, 16, 4, 8), True)
+    """
+    tokens = query, key, value, log_decay, None
+    erasing = erase_key, erase_query
+    found = _gradients(dplr_linear_attention, OF_ERASING, tokens, dout, dfinal_state, wrt, options, erasing)
+    return DplrLinearAttentionGrads(**found)
+
+
 PORTABLE = backend.Implementation("xla", portable_forward.forward, portable_backward.backward)
 IMPLEMENTATIONS = (backend.kernel("mosaic_tpu", __package__, PORTABLE, ("tpu",)), PORTABLE)
+OF_ERASING_KEYS = (PORTABLE,)  # of `dplr_linear_attention`
 
 
 def _gradients(
     like: Callable[..., Any], fields: tuple[str, ...], tokens: tuple[Any, ...], dout, dfinal_state, wrt,
-    options: LinearAttentionKeywords,
+    options: LinearAttentionKeywords, erasing: tuple[Any, ...] = (),
 ) -> dict[str, jax.Array]:  # fmt: skip
     """Returns the gradients of a call that are asked for, by name."""
     # the call, checked as the forward is
     name = f"{like.__name__}_bwd"
     given = checks.complete(name, like, LinearAttentionKeywords, options)
     implementation = given.pop("implementation")
-    static, operands = prepare(name, *tokens, is_delta="beta" in fields, **given)
+    static, operands = prepare(name, *tokens, is_delta="beta" in fields, erasing=erasing, **given)
     present = [n for n in fields if getattr(operands, n) is not None]
     wrt = [n for n in wrt if n in present] if wrt == fields[:-1] else wrt
     wanted = checks.wanted(name, wrt, fields, present)
@@ -330,7 +455,8 @@ def _gradients(
     dfinal_state = state(name, "dfinal_state", dfinal_state, operands.key, value)
 
     # the states before each group, and the gradients from them
-    plan = backend.planned(name, IMPLEMENTATIONS, implementation, static, operands, planned)
+    known = OF_ERASING_KEYS if erasing else IMPLEMENTATIONS
+    plan = backend.planned(name, known, implementation, static, operands, planned)
     chosen = backend.named(IMPLEMENTATIONS, plan.implementation)
     saved = Residuals(operands, chosen.forward(plan, operands).states)
     return chosen.backward(plan, saved, Wanted(wanted), dout, dfinal_state)
@@ -358,4 +484,4 @@ def _tangent(plan, saved, tangents):
     return written_tangent.tangent(plan, saved.operands, tangents)
 
 
-_OPERATION = Operation(DIFFERENTIABLE, _primal, _forward, _backward, _tangent)
+_OPERATION = Operation(ALL_DIFFERENTIABLE, _primal, _forward, _backward, _tangent)

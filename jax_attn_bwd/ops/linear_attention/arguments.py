@@ -1,5 +1,6 @@
 """Checks the arguments of a call and makes `Options` and `Operands` of them."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,11 +16,11 @@ _HEADS_LAST += "x.swapaxes(-2, -1)"
 
 def prepare(
     operator: str, query, key, value, log_decay, beta, *, is_delta: bool, initial_state, scale,
-    l2_norm_epsilon, seq_lengths, segment_ids, precision,
+    l2_norm_epsilon, seq_lengths, segment_ids, precision, erasing=(),
 ) -> tuple[Options, Operands]:  # fmt: skip
     """Checks every argument of a call; raises as the public docstrings say.
 
-    `beta` is read where `is_delta`, and None for linear attention.
+    `beta` is read where `is_delta`, and None else; `erasing` is (erase_key, erase_query), or nothing.
     """
     # the tokens: queries, keys and values, what their heads have, and how they lie on an Explicit mesh
     query, key, value = _query_key_value(operator, query, key, value)
@@ -31,7 +32,8 @@ def prepare(
         beta = checks.floating(operator, "beta", beta)
         checks.shape(operator, "beta", beta, "[..., T, N]", heads, _swapped(beta.shape, heads))
     given = {"query": query, "key": key, "log_decay": log_decay, "beta": beta}
-    query, key, log_decay, beta = (_alike(operator, n, x, value) for n, x in given.items())
+    given |= _erasing(operator, erasing, query, value)
+    query, key, log_decay, beta, *erasing = (_alike(operator, n, x, value) for n, x in given.items())
 
     initial_state = state(operator, "initial_state", initial_state, key, value)
 
@@ -60,8 +62,11 @@ def prepare(
             raise ValueError(checks.message(operator, "l2_norm_epsilon", expected, l2_norm_epsilon))
     remedy = "pass scale=1.0, and multiply out by a learned or traced one"  # query may be normalized
     scale = head_scale.number(operator, scale, H, value.dtype, remedy)
-    options = Options(is_delta, scale, l2_norm_epsilon, checks.precision(operator, precision))
-    return options, Operands(query, key, value, log_decay, beta, initial_state, seq_lengths, restarts)
+    precision = checks.precision(operator, precision)
+    options = Options(is_delta, scale, l2_norm_epsilon, precision, is_erasing=bool(erasing))
+    return options, Operands(
+        query, key, value, log_decay, beta, initial_state, seq_lengths, restarts, *erasing
+    )
 
 
 def state(operator: str, argument: str, x: Any, key: jax.Array, value: jax.Array) -> jax.Array | None:
@@ -115,6 +120,20 @@ def _query_key_value(operator: str, query, key, value) -> tuple[jax.Array, jax.A
         remedy = "shard the batch instead, or repeat key heads"
         raise ValueError(checks.message(operator, "key heads K", expected, K, remedy))
     return query, key, value
+
+
+def _erasing(operator: str, given: Sequence[Any], query: jax.Array, value: jax.Array) -> dict[str, jax.Array]:
+    """Checks what erases, of as many heads as the keys or as the values."""
+    found = {
+        n: checks.floating(operator, n, x) for n, x in zip(("erase_key", "erase_query"), given, strict=False)
+    }
+    checks.same_dtype(operator, query=query, **found)
+    of_keys, of_values = query.shape, (*value.shape[:-1], query.shape[-1])
+    for name, x in found.items():
+        if x.shape not in (of_keys, of_values):
+            expected = f"have shape [..., T, K, H] = {of_keys} or [..., T, N, H] = {of_values}"
+            raise ValueError(checks.message(operator, name, expected, x.shape, ""))
+    return found
 
 
 def _alike(operator: str, argument: str, x: jax.Array | None, value: jax.Array) -> jax.Array | None:

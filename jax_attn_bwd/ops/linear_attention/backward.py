@@ -25,11 +25,20 @@ of each channel, or summed over those that share a decay; 0 where a part begins.
 that of the pairs from planes, or from the parts of (12) to (14) that halvings give (`decays.py`). Shorter is
 q dq - k dk, (15) to (17) of the notebook: a difference of large sums, of which a strong decay leaves nothing.
 
+Where erase keys and queries stand apart, with R = - L V - B^ S0 and U = M R of (24):
+
+    dU = P^a^T dO + A~ dS1,   dR = M^T dU,   dS0 = Q^^T dO + exp(c_C) dS1 - B^^T dR     (26)
+    dV = P^T dO + K~ dS1 - L^T dR                                                       (27)
+    dP_ij = <dO_i, V_j>,   dP^a_ij = <dO_i, U_j>,   dA_ij = - <dR_i, U_j>,   dL_ij = - <dR_i, V_j>  (28)
+    dQ^ = dO S0^T,   dB^ = - dR S0^T,   dK~ = V dS1^T,   dA~ = U dS1^T                  (29)
+
+from which q, b, k and a get their sums as in (12) to (14), and the decays theirs as in (18).
+
 With l2_norm_epsilon, q = s r x of the given x, r = (sum x^2 + epsilon)^-1/2: dx = s r (dq - rx <rx, dq>), and
 so for k. U and S0 are computed again from the state before the group, by (5) and (6).
 
 References:
-  As in `forward.py`; (7) to (18) follow from (1) to (6).
+  As in `forward.py`; (7) to (18) and (26) to (29) follow from (1) to (6), (24) and (25).
 """
 
 from collections.abc import Collection
@@ -87,7 +96,8 @@ def backward(
         within = inside(plan, own)
         _, before, u = states(plan, own, within, state)
         dstate, back = _states(plan, own, within, dout, dstate)
-        found = _of_tokens(plan, wanted, own, within, Through(before, u, dout, *back))
+        of_tokens = _of_erasing_tokens if plan.options.is_erasing else _of_tokens
+        found = of_tokens(plan, wanted, own, within, Through(before, u, dout, *back))
         shapes = {name: getattr(tokens, name).shape for name in found}
         return dstate, {name: layout.rows(reduce_to(x, shapes[name])) for name, x in found.items()}
 
@@ -109,24 +119,30 @@ class Through(NamedTuple):
     dout: jax.Array  # [C, Hv]
     dstate: jax.Array  # dS1, [H, Hv]
     du: jax.Array  # [C, Hv]
-    dr: Any  # [C, Hv], of the delta rule, else None
+    dr: Any  # [C, Hv], where something is corrected, else None
 
 
 def _states(
     plan: Plan, own: Part, within: Inside, dout: jax.Array, dstate: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array, Any]]:
-    """Computes (7) and (8) for the chunks of a group: dS0 of the first, and (dS1, dU, dR or None) of each."""
+    """Computes (7) and (8), or (26), for the chunks of a group.
+
+    Returns:
+      dS0 of the first, and (dS1, dU, dR or None) of each.
+    """
     dot = dot_of(plan)
-    du, of_out = dot("ij,iv", within.reads, dout), within.from_start.transposed_times(dot, dout)
+    is_erasing = plan.options.is_erasing
+    reads = within.erase_reads if is_erasing else within.reads
+    du, of_out = dot("ij,iv", reads, dout), within.from_start.transposed_times(dot, dout)
 
     def corrected(dstate, given):
         du, of_out, beta, within = given
-        du = du + within.at_end.times(dot, dstate)
+        du = du + (within.erase_end if is_erasing else within.at_end).times(dot, dstate)
         dr = dot("ij,iv", within.solved, du)
-        before = of_out + within.whole * dstate - within.at_start.transposed_times(dot, beta * dr)
-        return before, (dstate, du, dr)
+        by_start = within.at_start.transposed_times(dot, dr if beta is None else beta * dr)
+        return of_out + within.whole * dstate - by_start, (dstate, du, dr)
 
-    if plan.options.is_delta:
+    if plan.options.corrects:
         return in_order(corrected, dstate, (du, of_out, own.beta, within), reverse=True)
     # no cotangent of a state depends on du
     before, dstates = in_order(decayed, dstate, (within.whole, of_out), reverse=True)
@@ -148,7 +164,7 @@ def _of_tokens(
     plan: Plan, wanted: Collection[str], own: Part, within: Inside, through: Through
 ) -> dict[str, jax.Array]:
     """Computes (9) to (18): the gradients in `wanted` of what is told of the tokens."""
-    (query, key, value, beta, decays, query_factor, key_factor), dot = own, dot_of(plan)
+    (query, key, value, beta, decays, query_factor, key_factor, *_), dot = own, dot_of(plan)
     normed, query = query, plan.options.scale * query
 
     # solve and kkt: (9), (11)
@@ -236,12 +252,90 @@ def _terms(
 
 def _intra(own: Part, dot: Dot, terms: list[_Term], of_states: _OfRows, dkkt: Any) -> _OfRows:
     """Adds `terms` to what rows get through the states."""
-    found, pairs = of_states._asdict(), own.decays.pairs
-    for to, over, _, shares in terms:
-        found[to] = found[to] + pairs.added(over, shares)
+    pairs, found = own.decays.pairs, _added(own, terms, of_states._asdict())
     if found["read"] is not None and dkkt is not None and isinstance(pairs, SharedDecays):
         found["reader"] = found["reader"] + pairs.both(dot, dkkt, own.key)
     return _OfRows(**found)
+
+
+def _added(own: Part, terms: list[_Term], of_states: dict[str, Any]) -> dict[str, Any]:
+    """Returns the sums of `terms` and of what rows get through the states, by name."""
+    found = dict(of_states)
+    for to, over, _, shares in terms:
+        found[to] = found[to] + own.decays.pairs.added(over, shares)
+    return found
+
+
+def _of_erasing_tokens(
+    plan: Plan, wanted: Collection[str], own: Part, within: Inside, through: Through
+) -> dict[str, jax.Array]:
+    """Computes (27) to (29), and with them (12) to (14) and (18): the gradients in `wanted`."""
+    (before, u, dout, dstate, _, dr), dot, decays = through, dot_of(plan), own.decays
+    query, key, value, a, b = (
+        plan.options.scale * own.query,
+        own.key,
+        own.value,
+        own.erase_key,
+        own.erase_query,
+    )
+    dvalue = dot("ij,iv", within.reads, dout) + within.at_end.times(dot, dstate)
+    found = {"value": dvalue - dot("ij,iv", within.writes, dr)}
+
+    # the planes, and what rows get through the states
+    earlier = lambda x: jnp.where(strictly_lower(query), x, 0)
+    dreads, derase_reads = dot("iv,jv", dout, value), dot("iv,jv", dout, u)
+    da, dwrites = (-earlier(dot("iv,jv", dr, x)) for x in (u, value))
+    of_states = {
+        "query": decays.from_start * dot("iv,hv", dout, before),
+        "erase_query": -decays.from_start * dot("iv,hv", dr, before),
+        "key": decays.to_end * dot("jv,hv", value, dstate),
+        "erase_key": decays.to_end * dot("jv,hv", u, dstate),
+    }
+
+    # the sums over pairs: each plane gives to the rows of both its sides
+    pairs, terms = decays.pairs, []
+    sides = {"query": query, "key": key, "erase_key": a, "erase_query": b}
+    rows = sides.keys() if "log_decay" in wanted else [n for n in sides if n in wanted]
+    for later, before_it, plane in (
+        ("query", "key", dreads),
+        ("query", "erase_key", derase_reads),
+        ("erase_query", "erase_key", da),
+        ("erase_query", "key", dwrites),
+    ):
+        for to, over, x in ((later, EARLIER, before_it), (before_it, LATER, later)):
+            if to in rows:
+                terms.append(_Term(to, over, sides[to], pairs.shares(dot, over, plane, sides[x])))
+    of_all = _added(own, terms, {name: of_states[name] for name in rows})
+
+    # (18)
+    if "log_decay" in wanted:
+        passed = decays.whole * transposed(row_sums(before * dstate))
+        start = query * of_states["query"] + b * of_states["erase_query"]
+        end = key * of_states["key"] + a * of_states["erase_key"]
+        if isinstance(pairs, SharedDecays):
+            start, end, passed = map(row_sums, (start, end, passed))
+            planes = dreads * within.reads + derase_reads * within.erase_reads
+            of_pairs = across_token(planes + da * within.kkt + dwrites * within.writes)
+        else:
+            of_pairs = pairs.of_decays(dot, [(over, x, shares) for _, over, x, shares in terms])
+        found["log_decay"] = jnp.where(decays.restarts, 0, _of_decays(start, end, of_pairs, passed))
+
+    # what a token reads of its own, all value heads of a key head, the scale and the norm
+    if not isinstance(pairs, SharedDecays):
+        of_own, of_erased = row_sums(dout * value), row_sums(dout * u)
+        own_shares = {
+            "query": of_own * key + of_erased * a,
+            "key": of_own * query,
+            "erase_key": of_erased * query,
+        }
+        of_all |= {n: of_all[n] + x for n, x in own_shares.items() if n in of_all}
+    for name in rows:
+        found[name] = reduce_to(of_all[name], sides[name].shape)
+    if "query" in rows:
+        found["query"] = plan.options.scale * unit_gradient(own.query, own.query_factor, found["query"])
+    if "key" in rows:
+        found["key"] = unit_gradient(key, own.key_factor, found["key"])
+    return {name: x for name, x in found.items() if name in wanted}
 
 
 def _of_decays(start: jax.Array, end: jax.Array, of_pairs: jax.Array, passed: jax.Array) -> jax.Array:

@@ -14,11 +14,12 @@ NORM = {"l2_norm_epsilon": 1e-6}
 
 def case(
     name, *, B=(2,), T=9, K=2, N=4, H=4, Hv=5, decay="head", delta=True, state=False, lengths=None,
-    segments=0, growth=1.0, tags=("ci",), dtype="bfloat16", means=None, extra=None, **options,
+    segments=0, growth=1.0, tags=("ci",), dtype="bfloat16", means=None, extra=None, erasing=None, **options,
 ) -> Case:  # fmt: skip
     """Returns a case; `decay` is "none", "constant", "head" or "channel", `lengths` one of each entry.
 
-    `growth` scales minus the logarithm of the decays; `extra(rng, arrays)` replaces some arrays.
+    `growth` scales minus the logarithm of the decays; `erasing` is the number of heads of what erases, and
+    takes the place of `delta`; `extra(rng, arrays)` replaces some arrays.
     """
     decays = {"constant": (N,), "head": (*B, T, N), "channel": (*B, T, N, H)}
 
@@ -30,7 +31,10 @@ def case(
         }
         if decay in decays:
             arrays["log_decay"] = -growth * np.log1p(np.exp(rng.standard_normal(decays[decay])))
-        if delta:
+        if erasing is not None:
+            for name in ("erase_key", "erase_query"):  # of length 1 or so, that nothing diverges
+                arrays[name] = rng.standard_normal((*B, T, erasing, H)) / np.sqrt(H)
+        elif delta:
             arrays["beta"] = 1 / (1 + np.exp(-rng.standard_normal((*B, T, N))))
         if state:
             arrays["initial_state"] = rng.standard_normal((*B, N, H, Hv))
@@ -54,6 +58,13 @@ _DELTA = (
     case("chunks", T=150, state=True, lengths=(150, 71), segments=3, tags=_CHECKED, **NORM),
     case("constant", decay="constant", T=20, K=4, extra=_steps_to_two, tags=_CHECKED, **NORM),
     case("means", T=20, state=True, means={"value": 3.0}, tags=("means",), **NORM),
+)
+_ERASING = (
+    case("plain", erasing=2, tags=(*_CHECKED, "compile")),
+    case("channels", decay="channel", erasing=4, T=21, state=True, tags=_CHECKED, **NORM),
+    case("chunks", erasing=4, T=150, state=True, lengths=(150, 71), segments=3, tags=_CHECKED),
+    case("constant", decay="constant", erasing=2, T=20, tags=_CHECKED, **NORM),
+    case("means", erasing=2, T=20, state=True, means={"value": 3.0}, tags=("means",), **NORM),
 )
 _LINEAR = (
     case("plain", delta=False, tags=(*_CHECKED, "compile")),
@@ -89,13 +100,14 @@ OPERATORS = tuple(
         name=name,
         outputs=("out", "final_state"),
         differentiable=differentiable,
-        implementations=api.IMPLEMENTATIONS,
+        implementations=implementations,
         call=_called(getattr(api, name)),
         reference=_defined(getattr(reference, name)),
         cases=cases,
     )
-    for name, differentiable, cases in (
-        ("gated_delta_rule", api.DIFFERENTIABLE, _DELTA),
-        ("gated_linear_attention", api.WITHOUT_BETA, _LINEAR),
+    for name, differentiable, implementations, cases in (
+        ("gated_delta_rule", api.DIFFERENTIABLE, api.IMPLEMENTATIONS, _DELTA),
+        ("gated_linear_attention", api.WITHOUT_BETA, api.IMPLEMENTATIONS, _LINEAR),
+        ("dplr_linear_attention", api.OF_ERASING, api.OF_ERASING_KEYS, _ERASING),
     )
 )

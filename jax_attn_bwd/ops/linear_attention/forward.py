@@ -14,6 +14,13 @@ below have the names of its stages, those in which the chunked algorithm is publ
 (5) are the u of all tokens of the chunk at once: each takes from v what the state before it holds at its key,
 the earlier ones' shares among them. Only products with a state follow one another.
 
+Where erase keys a and queries b stand apart from the keys that are written (`dplr_linear_attention`), V is
+written by k, and U, less what the state holds at b, by a:
+
+    A_ij = <b_i, a_j>_G,   L_ij = <b_i, k_j>_G,  both for j < i,   P^a_ij = <q_i, a_j>_G for j <= i
+    U = - M (L V + B^ S0),   S1 = exp(c_C) S0 + K~^T V + A~^T U                         (24)
+    O = Q^ S0 + P V + P^a U                                                             (25)
+
 References:
   Yang et al., Parallelizing linear transformers with the delta rule over sequence length, arXiv:2406.06484.
   Yang et al., Gated delta networks, arXiv:2412.06464. Kimi Team, Kimi Linear, arXiv:2510.26692.
@@ -47,6 +54,10 @@ class Inside(NamedTuple):
     reads: jax.Array  # P, [C, C]
     kkt: Any  # <k_i, k_j>_G for j < i, A without b, [C, C]; None without a delta rule, as the next
     solved: Any  # M, [C, C]
+    # of erase keys alone, where `at_start` is b^, and kkt A
+    erase_end: Any = None  # a~
+    erase_reads: Any = None  # P^a, [C, C]
+    writes: Any = None  # L, [C, C]
 
 
 @partial(jax.jit, static_argnums=0)
@@ -61,7 +72,7 @@ def forward(plan: Plan, operands: Operands) -> Result:
         own = part(plan, layout.of_group(plan, tokens, operands.groups), dtype)
         within = inside(plan, own)
         after, before, u = states(plan, own, within, state)
-        out = inter(dot, within, before) + intra(dot, within, u)  # (6)
+        out = inter(dot, within, before) + intra(dot, within, own.value, u)  # (6), (25)
         return after, (layout.rows(out.astype(operands.value.dtype)), state)
 
     group = jax.checkpoint(group, prevent_cse=False)
@@ -90,6 +101,9 @@ def _one_token(plan: Plan, operands: Operands) -> Result:
     final = transposed(whole) * first
     if plan.options.is_delta:
         u = of_heads(own.beta) * (u - dot("ih,hv", key, final))
+    if plan.options.is_erasing:
+        read = dot("ih,hv", of_heads(own.erase_query), final)
+        final = final - transposed(of_heads(own.erase_key)) * read
     final = final + transposed(key) * u
     out = jnp.swapaxes(dot("ih,hv", plan.options.scale * query, final), -3, -2).astype(operands.value.dtype)
     return Result(*tie((out, final, split_heads(first, operands.groups)[None]), operands))
@@ -99,8 +113,8 @@ def inside(plan: Plan, own: Part) -> Inside:
     """Computes (4), kkt, solve, and P, all that no state is needed for."""
     (query, key, _, beta, decays, *_), options, dot = own, plan.options, dot_of(plan)
     query = options.scale * query
-    overlaps = kkt(dot, own) if options.is_delta else None
-    return Inside(
+    overlaps = kkt(dot, own, key, key) if options.is_delta else None
+    found = Inside(
         decays.scaled(options.scale * decays.from_start, own.query),
         decays.scaled(decays.from_start, key),
         decays.scaled(decays.to_end, key),
@@ -109,16 +123,29 @@ def inside(plan: Plan, own: Part) -> Inside:
         overlaps,
         None if overlaps is None else solve(dot, beta * overlaps),
     )
+    if not options.is_erasing:
+        return found
+    overlaps = kkt(dot, own, own.erase_query, own.erase_key)
+    return found._replace(
+        at_start=decays.scaled(decays.from_start, own.erase_query),
+        kkt=overlaps,
+        solved=solve(dot, overlaps),
+        erase_end=decays.scaled(decays.to_end, own.erase_key),
+        erase_reads=decays.pairs.products(dot, query, own.erase_key),
+        writes=kkt(dot, own, own.erase_query, key),
+    )
 
 
-def kkt(dot: Dot, own: Part) -> jax.Array:
-    """Returns <k_i, k_j>_G for j < i, else 0, A without b, `[m, ..., K, G, C, C]` of keys `[..., C, H]`."""
-    return jnp.where(strictly_lower(own.key), own.decays.pairs.products(dot, own.key, own.key), 0)
+def kkt(dot: Dot, own: Part, x: jax.Array, y: jax.Array) -> jax.Array:
+    """Returns <x_i, y_j>_G for j < i, else 0: A without b, `[m, ..., K, G, C, C]` of keys `[..., C, H]`."""
+    return jnp.where(strictly_lower(x), own.decays.pairs.products(dot, x, y), 0)
 
 
-def intra(dot: Dot, within: Inside, u: jax.Array) -> jax.Array:
-    """Returns P U, what tokens read within their chunk, `[m, ..., K, G, C, Hv]`; so is `u`."""
-    return dot("ij,jv", within.reads, u)
+def intra(dot: Dot, within: Inside, value: jax.Array, u: jax.Array) -> jax.Array:
+    """Returns P U, or P V + P^a U: what tokens read within their chunk, `[m, ..., K, G, C, Hv]`."""
+    if within.erase_reads is None:
+        return dot("ij,jv", within.reads, u)
+    return dot("ij,jv", within.reads, value) + dot("ij,jv", within.erase_reads, u)
 
 
 def inter(dot: Dot, within: Inside, state: jax.Array) -> jax.Array:
@@ -127,7 +154,7 @@ def inter(dot: Dot, within: Inside, state: jax.Array) -> jax.Array:
 
 
 def states(plan: Plan, own: Part, within: Inside, state: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Passes a group of m chunks from the state before it, `[..., K, G, H, Hv]`, by (5) and (6).
+    """Passes a group of m chunks from the state before it, `[..., K, G, H, Hv]`, by (5) and (6), or (24).
 
     Returns:
       the state behind the group, `[..., K, G, H, Hv]`; those before its chunks, `[m, ..., K, G, H, Hv]`; u of
@@ -140,11 +167,21 @@ def states(plan: Plan, own: Part, within: Inside, state: jax.Array) -> tuple[jax
         u = dot("ij,jv", within.solved, beta * (value - within.at_start.times(dot, state)))
         return within.whole * state + within.at_end.transposed_times(dot, u), (state, u)
 
+    def erased(state, given):
+        known, added, within = given
+        u = dot("ij,jv", within.solved, known - within.at_start.times(dot, state))
+        after = within.whole * state + added + within.erase_end.transposed_times(dot, u)
+        return after, (state, u)
+
     if plan.options.is_delta:
         after, (before, u) = in_order(corrected, state, (own.value, own.beta, within))
         return after, before, u
-    # u is known before the states are, and so is what each chunk adds to them
+    # what each chunk adds to the states is known before they are, and so is u where nothing is corrected
     added = within.at_end.transposed_times(dot, own.value)
+    if plan.options.is_erasing:
+        known = -dot("ij,jv", within.writes, own.value)
+        after, (before, u) = in_order(erased, state, (known, added, within))  # (24)
+        return after, before, u
     after, before = in_order(decayed, state, (within.whole, added))
     return after, before, own.value
 

@@ -27,6 +27,8 @@ class TokenRows(NamedTuple):
     log_decay: jax.Array  # axes that all of a batch, or all heads, share are 1
     beta: Any = None  # without a delta rule
     restarts: jax.Array | None = None  # bool, N = K = G = X = 1
+    erase_key: Any = None  # of key heads, G = 1, or of value heads; where nothing is erased, None
+    erase_query: Any = None
 
 
 def split(plan: Plan, x: jax.Array) -> jax.Array:
@@ -74,13 +76,16 @@ def tokens(plan: Plan, operands: Operands) -> TokenRows:
         clean(decay_of_tokens(operands)),
         None if beta is None else clean(beta[..., None]),
         restarts,
+        *(None if x is None else clean(x) for x in (operands.erase_key, operands.erase_query)),
     )
 
 
 def of_group(plan: Plan, tokens: TokenRows, groups: Any) -> TokenRows:
     """Lays the tokens of one group out in chunks."""
     query, key, *others = tokens
-    others = [None if x is None else chunks(plan, x, groups) for x in others]
+    K = key.shape[-2]
+    of = lambda x: chunks(plan, x, 1 if x.shape[-2] == K else groups)
+    others = [None if x is None else of(x) for x in others]
     return TokenRows(chunks(plan, query, 1), chunks(plan, key, 1), *others)
 
 
@@ -145,6 +150,8 @@ class Part(NamedTuple):
     decays: Decays
     query_factor: jax.Array | None  # what normalizing multiplied by
     key_factor: jax.Array | None
+    erase_key: Any = None  # a
+    erase_query: Any = None  # b
 
 
 def part(plan: Plan, tokens: TokenRows, dtype: Any) -> Part:
@@ -160,4 +167,5 @@ def part(plan: Plan, tokens: TokenRows, dtype: Any) -> Part:
         decays(plan, wide(tokens.log_decay), tokens.restarts),
         query_factor,
         key_factor,
+        *(None if x is None else wide(x) for x in (tokens.erase_key, tokens.erase_query)),
     )

@@ -11,6 +11,8 @@ def gated_delta_rule(
     log_decay=None,
     beta=None,
     *,
+    erase_key=None,
+    erase_query=None,
     initial_state=None,
     scale=None,
     l2_norm_epsilon=None,
@@ -19,16 +21,18 @@ def gated_delta_rule(
 ):
     """(out, final_state) of `S' = exp(log_decay) S`, `S = S' + k u^T`, `out = scale S^T q`.
 
-    `u = beta (v - S'^T k)`, or v without beta: linear attention.
+    `u = beta (v - S'^T k)`, or v without beta: linear attention; with erase_key a and erase_query b, and no
+    beta, `S = S' - a (b^T S') + k v^T`.
     """
-    (*batch, T, K, H), (N, Hv) = key.shape, value.shape[-2:]
+    (*batch, T, _, H), (N, Hv) = key.shape, value.shape[-2:]
     scale = (H**-0.5 if H else 1.0) if scale is None else scale
     if l2_norm_epsilon is not None:
         query, key = (
             x / jnp.sqrt((x * x).sum(-1, keepdims=True) + jnp.asarray(l2_norm_epsilon, x.dtype))
             for x in (query, key)
         )
-    query, key = (jnp.repeat(x, N // K, axis=-2) for x in (query, key))
+    heads = lambda x: None if x is None else jnp.repeat(x, N // x.shape[-2], axis=-2)
+    query, key, erase_key, erase_query = map(heads, (query, key, erase_key, erase_query))
     if log_decay is None:
         log_decay = jnp.zeros(N, value.dtype)
     if log_decay.ndim == 1:
@@ -45,9 +49,12 @@ def gated_delta_rule(
     state = zeros if initial_state is None else initial_state.astype(value.dtype)
 
     def token(S, given):
-        q, k, v, g, b, keep, follows = given
+        q, k, v, g, b, a, read_by, keep, follows = given
         moved = jnp.where(follows[..., None, None, None], S, 0) * jnp.exp(g)[..., None]
         u = v if b is None else b[..., None] * (v - jnp.einsum("...kv,...k->...v", moved, k))
+        if a is not None:
+            erased = jnp.einsum("...kv,...k->...v", moved, read_by)
+            moved = moved - a[..., :, None] * erased[..., None, :]
         moved = (moved + k[..., :, None] * u[..., None, :]).astype(S.dtype)
         keep = keep[..., None, None, None]
         S, read = jnp.where(keep, moved, S), jnp.where(keep, moved, 0)
@@ -56,7 +63,8 @@ def gated_delta_rule(
     keep_tokens = keep[..., None, None]
     clean = lambda x: jnp.where(keep_tokens, x, 0)
     given = clean(query), clean(key), clean(value), clean(log_decay)
-    given += (None if beta is None else clean(beta[..., None])[..., 0], keep, follows)
+    given += (None if beta is None else clean(beta[..., None])[..., 0],)
+    given += (*(None if x is None else clean(x) for x in (erase_key, erase_query)), keep, follows)
     lead = lambda x: None if x is None else jnp.moveaxis(x, len(batch), 0)
     state, out = lax.scan(token, state, tuple(map(lead, given)))
     return jnp.moveaxis(out, 0, len(batch)).astype(value.dtype), state
@@ -65,3 +73,9 @@ def gated_delta_rule(
 def gated_linear_attention(query, key, value, log_decay=None, **options):
     """`gated_delta_rule` with u = v."""
     return gated_delta_rule(query, key, value, log_decay, None, **options)
+
+
+def dplr_linear_attention(query, key, value, log_decay, erase_key, erase_query, **options):
+    """`gated_linear_attention` that first takes `erase_key (erase_query^T S')` from S'."""
+    erasing = {"erase_key": erase_key, "erase_query": erase_query}
+    return gated_delta_rule(query, key, value, log_decay, None, **erasing, **options)

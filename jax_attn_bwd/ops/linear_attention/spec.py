@@ -16,6 +16,8 @@ from jax_attn_bwd._core.types import Array, Implementation, Integers
 
 DIFFERENTIABLE = ("query", "key", "value", "log_decay", "beta", "initial_state")
 WITHOUT_BETA = ("query", "key", "value", "log_decay", "initial_state")
+OF_ERASING = ("query", "key", "value", "log_decay", "erase_key", "erase_query", "initial_state")
+ALL_DIFFERENTIABLE = (*DIFFERENTIABLE, "erase_key", "erase_query")
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,12 @@ class Options:
     scale: float
     l2_norm_epsilon: float | None = None  # None: query and key are taken as they are
     precision: Any = None
+    is_erasing: bool = False  # erase_key (erase_query^T S') is taken away first; not with `is_delta`
+
+    @property
+    def corrects(self) -> bool:
+        """Whether what is written depends on the state."""
+        return self.is_delta or self.is_erasing
 
 
 class Operands(NamedTuple):
@@ -39,6 +47,8 @@ class Operands(NamedTuple):
     initial_state: jax.Array | None = None  # [..., N, H, Hv], float32 or wider
     seq_lengths: jax.Array | None = None  # int32, broadcasts to [...]
     restarts: jax.Array | None = None  # bool, broadcasts to [..., T]: a document begins at this token
+    erase_key: jax.Array | None = None  # [..., T, K or N, H]
+    erase_query: jax.Array | None = None  # [..., T, K or N, H]
 
     @property
     def groups(self) -> Any:
@@ -89,8 +99,21 @@ class GatedLinearAttentionGrads(NamedTuple):
     initial_state: jax.Array | None = None
 
 
+@exportable_tuple
+class DplrLinearAttentionGrads(NamedTuple):
+    """Gradients of `dplr_linear_attention`, each with its argument's shape and dtype; None = not asked."""
+
+    query: jax.Array | None = None
+    key: jax.Array | None = None
+    value: jax.Array | None = None
+    log_decay: jax.Array | None = None
+    erase_key: jax.Array | None = None
+    erase_query: jax.Array | None = None
+    initial_state: jax.Array | None = None
+
+
 class LinearAttentionKeywords(TypedDict, total=False):
-    """Keywords of both operators beside those that change what they return."""
+    """Keywords of the operators beside those that change what they return."""
 
     initial_state: Array | None
     scale: float | None

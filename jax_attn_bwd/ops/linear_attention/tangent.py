@@ -7,8 +7,11 @@ by itself, as that of g is, and not as a difference of sums:
     <x_i, y_j>_G' = <x_i', y_j>_G + <x_i, y_j'>_G + sum_d x_id y_jd exp(c_id - c_jd) (c_id - c_jd)'   (19)
     q^' = exp(c) (q' + c' q),   k~_j' = exp(c_C - c_j) (k_j' + (c_C - c_j)' k_j),   and so k^'        (20)
     U' = M (b' (V - K^ S0) + b (V' - K^' S0 - K^ S0') - A' U),   A' by (19) and b'      (21)
+    U' = - M (L' V + L V' + B^' S0 + B^ S0' + A' U),   of (24)                          (30)
     O' = Q^' S0 + Q^ S0' + P' U + P U'                                                  (22)
     S1' = exp(c_C) (c_C' S0 + S0') + K~'^T U + K~^T U'                                  (23)
+
+Of erase keys (22) and (23) have P V + P^a U, and K~^T V + A~^T U, for P U and K~^T U.
 
 The states are computed again with their tangents, so nothing is read of what the backward reads.
 """
@@ -35,7 +38,7 @@ from jax_attn_bwd.ops.linear_attention.forward import (
     zero_state,
 )
 from jax_attn_bwd.ops.linear_attention.layout import TokenRows, part, unit_gradient
-from jax_attn_bwd.ops.linear_attention.matrix import dot_of, strictly_lower, transposed
+from jax_attn_bwd.ops.linear_attention.matrix import Dot, dot_of, strictly_lower, transposed
 from jax_attn_bwd.ops.linear_attention.plan import Plan
 from jax_attn_bwd.ops.linear_attention.spec import Operands
 
@@ -93,31 +96,55 @@ def _of_group(
         doverlaps = products(key, dkey, key, dkey)
         doverlaps = jnp.where(strictly_lower(key), doverlaps, 0)
         doverlaps = moved.beta * within.kkt + own.beta * doverlaps
+    start = lambda x, dx: decays.scaled(decays.from_start, dx + from_start * x)
+    end = lambda x, dx: decays.scaled(decays.to_end, dx + to_end * x)
     moves = Inside(
-        decays.scaled(decays.from_start, dquery + from_start * query),
-        decays.scaled(decays.from_start, dkey + from_start * key),
-        decays.scaled(decays.to_end, dkey + to_end * key),
+        start(query, dquery),
+        start(key, dkey),
+        end(key, dkey),
         transposed(decays.whole * from_start[..., -1:, :]),
         dreads,
         doverlaps,  # A'
         None,
     )
+    if options.is_erasing:
+        (a, da), (b, db) = (own.erase_key, moved.erase_key), (own.erase_query, moved.erase_query)
+        earlier = lambda x: jnp.where(strictly_lower(key), x, 0)
+        moves = moves._replace(
+            at_start=start(b, db),
+            kkt=earlier(products(b, db, a, da)),
+            erase_end=end(a, da),
+            erase_reads=products(query, dquery, a, da),
+            writes=earlier(products(b, db, key, dkey)),
+        )
     return own.value, own.beta, within, moves, moved
 
 
 def _next(plan, states, given):
     """Returns the state and its tangent behind a chunk, and the tangent of the output, (21) to (23)."""
-    (state, dstate), (u, beta, within, moves, moved), dot = states, given, dot_of(plan)
-    du = moved.value
+    (state, dstate), (value, beta, within, moves, moved), dot = states, given, dot_of(plan)
+    u, du = value, moved.value
     if plan.options.is_delta:
         rest = u - within.at_start.times(dot, state)
         u = dot("ij,jv", within.solved, beta * rest)
         du = du - moves.at_start.times(dot, state) - within.at_start.times(dot, dstate)
         du = moved.beta * rest + beta * du - dot("ij,jv", moves.kkt, u)
         du = dot("ij,jv", within.solved, du)
+    if plan.options.is_erasing:  # (30)
+        rest = dot("ij,jv", within.writes, value) + within.at_start.times(dot, state)
+        u = -dot("ij,jv", within.solved, rest)
+        du = dot("ij,jv", moves.writes, value) + dot("ij,jv", within.writes, moved.value)
+        du = du + moves.at_start.times(dot, state) + within.at_start.times(dot, dstate)
+        du = -dot("ij,jv", within.solved, du + dot("ij,jv", moves.kkt, u))
     dout = inter(dot, moves, state) + inter(dot, within, dstate)
-    dout = dout + intra(dot, moves, u) + intra(dot, within, du)
-    dstate = moves.whole * state + within.whole * dstate
-    dstate = dstate + moves.at_end.transposed_times(dot, u) + within.at_end.transposed_times(dot, du)
-    state = within.whole * state + within.at_end.transposed_times(dot, u)
-    return (state, dstate), dout
+    dout = dout + intra(dot, moves, value, u) + intra(dot, within, moved.value, du)
+    dstate = moves.whole * state + within.whole * dstate + _written(dot, moves, value, u)
+    dstate = dstate + _written(dot, within, moved.value, du)
+    return (within.whole * state + _written(dot, within, value, u), dstate), dout
+
+
+def _written(dot: Dot, within: Inside, value: jax.Array, u: jax.Array) -> jax.Array:
+    """Returns what a chunk writes, K~^T U or K~^T V + A~^T U."""
+    if within.erase_end is None:
+        return within.at_end.transposed_times(dot, u)
+    return within.at_end.transposed_times(dot, value) + within.erase_end.transposed_times(dot, u)
