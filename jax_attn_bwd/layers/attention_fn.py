@@ -49,6 +49,7 @@ def attention_fn(
     input_positions: jax.Array | None = None,
     rope: Callable[[jax.Array, jax.Array | None], jax.Array] | None = None,
     rotary: Rotary | None = None,
+    scale: float | None = None,
     local_window_size: int | tuple[int, int] | None = None,
     query_seq_lengths: jax.Array | None = None,
     key_value_seq_lengths: jax.Array | None = None,
@@ -113,8 +114,9 @@ def attention_fn(
         more keys and a mask of numbers, for that may be a step of decoding, where the index of the query is
         not known here: the layers of `jax_attn_bwd.layers` know it and take the same argument.
       query_seq_lengths, key_value_seq_lengths, query_segment_ids, key_value_segment_ids, query_positions,
-        key_value_positions, logits_soft_cap, mask_mod, score_mod, mod_args: as in `dot_product_attention`; in
-        a step of decoding the keys are those of the cache, and functions are an error as windows are.
+        key_value_positions, scale, logits_soft_cap, mask_mod, score_mod, mod_args: as in
+        `dot_product_attention`; in a step of decoding the keys are those of the cache, and functions are an
+        error as windows are.
         Positions are what causality, windows and functions read; `rope` is handed `input_positions` alone.
       deterministic_sums: as in `dot_product_attention`.
       forward_mode: also differentiable by `jax.jvp`, `jax.jacfwd` and `jax.linearize`, as in
@@ -152,7 +154,8 @@ def attention_fn(
         attend, query, key, value, bias, mask, broadcast_dropout=broadcast_dropout, dropout_rng=dropout_rng,
         dropout_rate=dropout_rate, deterministic=deterministic, dtype=dtype, precision=precision,
         module=module, force_fp32_for_softmax=force_fp32_for_softmax, is_causal=is_causal,
-        input_positions=input_positions, rope=rope, rotary=rotary, local_window_size=local_window_size,
+        input_positions=input_positions, rope=rope, rotary=rotary, scale=scale,
+        local_window_size=local_window_size,
         query_seq_lengths=query_seq_lengths, key_value_seq_lengths=key_value_seq_lengths,
         query_segment_ids=query_segment_ids, key_value_segment_ids=key_value_segment_ids,
         query_positions=query_positions, key_value_positions=key_value_positions,
@@ -283,7 +286,7 @@ def attention_weights(
     query: jax.Array, key: jax.Array, value: jax.Array, bias: Any, mask: Any, **given: Any
 ) -> jax.Array:
     """Returns `[..., N, T, S]`, float32 or wider."""
-    given |= dict(scale=None, sink=None, dropout_offset=None, **_NO_DROPOUT)
+    given |= dict(sink=None, dropout_offset=None, **_NO_DROPOUT)
     options, operands = arguments.prepare(_NAME, query, key, value, bias, mask, **given)
     p = blockwise.probabilities(blockwise.plane(options, operands), None)  # [..., K, G, T, S]
     return p.reshape(*query.shape[:-3], query.shape[-2], *p.shape[-2:])
@@ -344,7 +347,7 @@ def configured_attention_fn(
     Args:
       attention_fn: what is configured: `jax_attn_bwd.attention_fn`, or what
         `jax_attn_bwd.parallel.attention_fn` returned.
-      bias, is_causal, input_positions, rope, rotary, local_window_size, query_seq_lengths,
+      bias, is_causal, input_positions, rope, rotary, scale, local_window_size, query_seq_lengths,
         key_value_seq_lengths, query_segment_ids, key_value_segment_ids, query_positions, key_value_positions,
         logits_soft_cap, mask_mod, score_mod, mod_args, deterministic_sums, forward_mode,
         implementation: as in `jax_attn_bwd.attention_fn`; None (of `mod_args` an empty tuple) leaves it to

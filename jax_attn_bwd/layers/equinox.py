@@ -67,6 +67,7 @@ class MultiheadAttention(keywords.ChecksNames, eqx.nn.MultiheadAttention):
     """
 
     is_causal: bool = eqx.field(static=True)
+    scale: float | None = eqx.field(static=True)
     local_window_size: tuple[int, int] | None = eqx.field(static=True)
     logits_soft_cap: float | None = eqx.field(static=True)
     mask_mod: Callable[..., Any] | None = eqx.field(static=True)
@@ -97,6 +98,7 @@ class MultiheadAttention(keywords.ChecksNames, eqx.nn.MultiheadAttention):
         *,
         key: jax.Array,
         is_causal: bool = False,
+        scale: float | None = None,
         local_window_size: int | tuple[int, int] | None = None,
         logits_soft_cap: float | None = None,
         mask_mod: Callable[..., Any] | None = None,

@@ -58,8 +58,8 @@ class MultiHeadDotProductAttention(keywords.ChecksNames, nn.MultiHeadDotProductA
     what they return.
 
     Attributes:
-      is_causal, local_window_size, logits_soft_cap, mask_mod, score_mod, rotary, deterministic_sums, save,
-        implementation, forward_mode: see `jax_attn_bwd.layers.multi_head`, which also tells what a call
+      is_causal, scale, local_window_size, logits_soft_cap, mask_mod, score_mod, rotary, deterministic_sums,
+        save, implementation, forward_mode: see `jax_attn_bwd.layers.multi_head`, which also tells what a call
         takes. (`deterministic` is Flax's: no dropout.)
 
     Example:
@@ -73,6 +73,7 @@ class MultiHeadDotProductAttention(keywords.ChecksNames, nn.MultiHeadDotProductA
 
     attention_fn: Callable[..., jax.Array] = attention_fn
     is_causal: bool = False
+    scale: float | None = None
     local_window_size: int | tuple[int, int] | None = None
     logits_soft_cap: float | None = None
     mask_mod: Callable[..., Any] | None = None

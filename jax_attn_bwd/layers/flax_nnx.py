@@ -107,8 +107,8 @@ class MultiHeadAttention(nnx.MultiHeadAttention, keywords.ChecksNames):
       rngs: rng keys; options: as in `flax.nnx.MultiHeadAttention`.
       attention_fn: between the projections, in place of the rule over the whole layer; for an `nnx.RoPE`
         `jax_attn_bwd.configured_attention_fn(rope=nnx.RoPE())`, of which `rotary` is the faster form.
-      is_causal, local_window_size, logits_soft_cap, mask_mod, score_mod, rotary, deterministic_sums, save,
-        implementation, forward_mode: see `jax_attn_bwd.layers.multi_head`, which also tells what a call
+      is_causal, scale, local_window_size, logits_soft_cap, mask_mod, score_mod, rotary, deterministic_sums,
+        save, implementation, forward_mode: see `jax_attn_bwd.layers.multi_head`, which also tells what a call
         takes. (`deterministic` is Flax's: no dropout.)
 
     Example:
@@ -132,6 +132,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention, keywords.ChecksNames):
         rngs: nnx.Rngs,
         attention_fn: Callable[..., jax.Array] = attention_fn,
         is_causal: bool = False,
+        scale: float | None = None,
         local_window_size: int | tuple[int, int] | None = None,
         logits_soft_cap: float | None = None,
         mask_mod: Callable[..., Any] | None = None,

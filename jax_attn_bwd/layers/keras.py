@@ -149,10 +149,10 @@ class MultiHeadAttention(_Layer, keras.layers.MultiHeadAttention):
 
     Args:
       num_heads, key_dim, ...: all of `keras.layers.MultiHeadAttention`, by position or by name.
-      local_window_size, logits_soft_cap, mask_mod, score_mod, rotary, deterministic_sums, implementation,
-        forward_mode: see `jax_attn_bwd.layers.multi_head`, which also tells what a call takes. A model saves
-        them, functions by the names under which they are registered with Keras: one of `jax_attn_bwd.mods`
-        is saved within a function of yours.
+      scale, local_window_size, logits_soft_cap, mask_mod, score_mod, rotary, deterministic_sums,
+        implementation, forward_mode: see `jax_attn_bwd.layers.multi_head`, which also tells what a call
+        takes. A model saves them, functions by the names under which they are registered with Keras: one of
+        `jax_attn_bwd.mods` is saved within a function of yours.
 
     Raises:
       ValueError: `local_window_size` beside `sliding_window`.

@@ -24,6 +24,7 @@ That cache holds keys before the rotation: rows that begin at different places t
 Layers are built from the arguments of their framework's, and `Keywords`:
   * `local_window_size`: int or (left, right): a query at t sees keys from t - left to t + right; in decoding
     t is the index in the cache;
+  * `scale`: a number that logits are multiplied by; None = `1 / sqrt(H)`;
   * `logits_soft_cap`: c > 0; the scaled logits become `c * tanh(logits / c)`;
   * `mask_mod`, `score_mod`: masks and scores as functions, as in `jax_attn_bwd.dot_product_attention`
     (`jax_attn_bwd.mods` has named ones); what they read is told at the call; in decoding a row is an index in
@@ -80,6 +81,7 @@ from jax_attn_bwd.ops.multi_head import MultiHeadAttentionParams, multi_head_att
 class LayerAttentionKeywords(TypedDict, total=False):
     """Lists what a layer, or the attention function of one, may be given; None leaves it out."""
 
+    scale: float | None
     local_window_size: int | tuple[int, int] | None
     logits_soft_cap: float | None
     mask_mod: Callable[..., Any] | None

@@ -64,7 +64,7 @@ def test_every_option_holds_and_has_its_gradient():
         bias=tokens()[0, :, :T], is_causal=True, rotary=Rotary(), local_window_size=(2, 0),
         query_seq_lengths=jnp.array([5]), key_value_seq_lengths=jnp.array([5]), query_segment_ids=ids,
         key_value_segment_ids=ids, query_positions=jnp.arange(T), key_value_positions=jnp.arange(T),
-        logits_soft_cap=3.0, mask_mod=mods.document, mod_args=(ids,), deterministic_sums=False,
+        scale=0.7, logits_soft_cap=3.0, mask_mod=mods.document, mod_args=(ids,), deterministic_sums=False,
         implementation="xla", forward_mode=True,
     )  # fmt: skip
     taken = ConfiguredKeywords.__optional_keys__

@@ -217,7 +217,9 @@ def test_files_of_either_load_into_the_other(tmp_path):
         target.set_weights([0 * w for w in target.get_weights()])
         target.load_weights(tmp_path / "x.weights.h5")
         assert_close(target(x), source(x), 1e-6)  # theirs computes in float32
-    options = dict(rotary=Rotary(size=2), logits_soft_cap=2.0, local_window_size=(2, 0), score_mod=shifted)
+    options = dict(
+        scale=0.7, rotary=Rotary(size=2), logits_soft_cap=2.0, local_window_size=(2, 0), score_mod=shifted
+    )
     outputs = ours.GroupedQueryAttention(4, 2, 1, **options, dtype="float64")(inputs, inputs)
     model = keras.Model(inputs, outputs)
     model.save(tmp_path / "x.keras")

@@ -25,6 +25,11 @@ IDS = jnp.asarray([0, 0, 0, 1, 1, 1, 1, 2, 2], jnp.int32)  # document of each to
 MASK = mods.document & mods.sliding_window(2, 1)
 
 
+def scaled_and_capped(logits, *place):
+    """What a scale of 0.7 and a cap of 1.5 make of the logits of the default scale, with heads of 3."""
+    return mods.soft_cap(1.5)(0.7 * 3**0.5 * logits, *place)
+
+
 def mask():
     """`[1, 1, T, S]`: `MASK` of `IDS`."""
     index = lambda n: jnp.arange(n, dtype=jnp.int32)
@@ -34,10 +39,10 @@ def mask():
 
 @pytest.mark.parametrize("framework", frameworks("flax_nnx", "haiku"))
 def test_functions_are_as_a_mask_and_a_cap(framework):
-    """Values and gradients; what a score reads has one, too."""
+    """Values and gradients; what a score reads has one, too. A scale comes before the cap."""
     inputs, _ = inputs_of("cross", framework)
-    plain = multi_head(framework, True, logits_soft_cap=1.5)
-    layer = multi_head(framework, True, mask_mod=MASK, score_mod=mods.soft_cap(1.5))
+    plain = multi_head(framework, True, scale=0.7, logits_soft_cap=1.5)
+    layer = multi_head(framework, True, mask_mod=MASK, score_mod=scaled_and_capped)
     params = random_params(plain, inputs)
     run = lambda call: jitted(partial(values_and_gradients, call))(params, *inputs)
     expected = run(partial(plain.call, mask=mask()))

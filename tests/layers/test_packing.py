@@ -63,7 +63,9 @@ def heads(keys=N):
 
 
 def test_attention_fn_takes_all_that_dense_attention_takes():
-    options = dict(is_causal=True, local_window_size=2, logits_soft_cap=CAP, precision="highest", **TOKENS)
+    options = dict(
+        is_causal=True, local_window_size=2, logits_soft_cap=CAP, scale=0.7, precision="highest", **TOKENS
+    )
     got = attention_fn(*heads(2), **options, deterministic_sums=False)
     np.testing.assert_array_equal(got, dot_product_attention(*heads(2), **options))
     with pytest.raises(TypeError, match="attention_fn: deterministic_sums must be None or a Python bool"):
