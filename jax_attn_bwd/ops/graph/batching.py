@@ -11,7 +11,7 @@ import numpy as np
 from jax_attn_bwd._core import checks, keywords
 from jax_attn_bwd._core.trees import exportable_dataclass
 from jax_attn_bwd.ops.graph.groups import LIMIT
-from jax_attn_bwd.ops.graph.structure import BipartiteCSC, edges, equal
+from jax_attn_bwd.ops.graph.structure import BipartiteCSC, edges, equal, of_one_graph
 
 _OPERATOR = "batch_graphs"
 
@@ -203,7 +203,7 @@ def batch_graphs(
         sides = zip(zip(*ends, strict=True), starts, strict=True)
         src, dst = (np.concatenate(list(map(np.add, side, start))) for side, start in sides)
         aligned = np.array_equal(*starts) and all(graph.aligned for graph in graphs)
-        graph = replace(graph_of(src, dst, capacity), aligned=aligned)
+        graph = of_one_graph(replace(graph_of(src, dst, capacity), aligned=aligned))
     sizes = counts | {"edges": np.array([graph.capacity for graph in graphs])}
     return GraphBatch(graph, *(_layout(counts[name], sizes[name], rows[name], stacked) for name in rows))
 

@@ -9,6 +9,7 @@ may be traced, and sorts the edges twice. Off CPUs a graph carries its schedules
 would otherwise compute of it again in every call, where each step of that is a launch.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -20,7 +21,15 @@ from jax import lax
 from jax_attn_bwd._core import checks
 from jax_attn_bwd._core.numerics import ceil_div
 from jax_attn_bwd._core.trees import exportable_tuple
-from jax_attn_bwd.ops.graph.segments import Segments, last_not_above, segments
+from jax_attn_bwd.ops.graph.segments import (
+    Cut,
+    Segments,
+    last_not_above,
+    most_spills,
+    owners_of,
+    parts_of,
+    segments,
+)
 
 LIMIT = 2**31 - 1  # the most that an int32 counts
 RUN = 256  # edges that one sum adds up in turn: its error grows with their number
@@ -118,7 +127,8 @@ def arrays_of_known(cut: Grouping, offsets: Any, indices: Any, number: Any) -> d
     pad = lambda x, none: np.pad(x, (0, cut.room - nnz), constant_values=none)
     node, indices = pad(np.repeat(np.arange(num_dst), np.diff(offsets)), num_dst), pad(indices, num_src)
     number, order = np.concatenate([number, np.arange(nnz, cut.room)]), stable_order(indices)
-    return _arrays(np, cut, offsets, node, indices, number, (indices[order], order))
+    starts = offsets, None if cut.src.width == 1 else _starts(np, indices[order], num_src)
+    return _arrays(np, cut, starts, node, indices, number, (indices[order], order))
 
 
 def arrays_of_traced(cut: Grouping, src: jax.Array, dst: jax.Array) -> dict[str, Any]:
@@ -131,9 +141,8 @@ def arrays_of_traced(cut: Grouping, src: jax.Array, dst: jax.Array) -> dict[str,
     position = jnp.arange(src.shape[0], dtype=jnp.int32)
     node, number = lax.sort_key_val(dst.astype(jnp.int32), position)
     indices = src.astype(jnp.int32)[number]
-    starts = _starts(jnp, node, num_dst, in_loop=not cut.in_segments)
-    by_source, offsets = lax.sort_key_val(indices, position), starts
-    return _arrays(jnp, cut, offsets, node, indices, number, by_source)
+    source, order = lax.sort_key_val(indices, position)
+    return _arrays(jnp, cut, _both_starts(cut, node, source), node, indices, number, (source, order))
 
 
 def stable_order(x: np.ndarray) -> np.ndarray:
@@ -202,7 +211,8 @@ def belong_together(graph: Any) -> bool:
 def _schedules_of(graph: Any, exact: bool) -> Schedules:
     sides = ((graph.by_destination, graph.num_dst), (graph.by_source, graph.num_src))
     into, out_of = (segments_of_groups(np, *side, graph.capacity, exact) for side in sides)
-    return Schedules(into, out_of, _used(np, graph.num_src, graph.indices))
+    used = np.bincount(graph.indices, minlength=graph.num_src)[: graph.num_src] > 0
+    return Schedules(into, out_of, used)
 
 
 def _is_their_order(groups: Groups, nodes: int) -> bool:
@@ -229,14 +239,27 @@ def _alike(one: Any, other: Any) -> bool:
 
 
 def _arrays(
-    xp: Any, cut: Grouping, offsets: Any, node: Any, indices: Any, number: Any, by_source: tuple[Any, Any]
+    xp: Any,
+    cut: Grouping,
+    starts: tuple[Any, Any],
+    node: Any,
+    indices: Any,
+    number: Any,
+    by_source: tuple[Any, Any],
 ) -> dict[str, Any]:
-    """Builds the fields from the edges by destination, and from (their sources sorted, the order of that)."""
+    """Builds the fields from the edges by destination, and from (their sources sorted, the order of that).
+
+    `starts` are where the edges of each destination start in the one order, of each source in the other.
+    """
     source, order = by_source
-    incoming, into = _grouped(xp, cut, cut.dst, node, indices, number, cut.src.nodes)
-    outgoing, out_of = _grouped(xp, cut, cut.src, source, node[order], number[order], cut.dst.nodes)
+    sides = ((cut.dst, node, indices, number), (cut.src, source, node[order], number[order]))
+    cuts: list[Cut] = []
+    if cut.dst.width == cut.src.width == 1:
+        incoming, outgoing = (_singly(xp, cut, *side) for side in sides)
+    else:
+        (incoming, outgoing), cuts = _grouped(xp, cut, starts, [x[2:] for x in sides])
     found = {
-        "offsets": offsets,
+        "offsets": starts[0],
         "indices": indices,
         "map_csc_to_coo": number,
         "by_destination": incoming,
@@ -244,15 +267,11 @@ def _arrays(
         "run_owners": _run_owners(xp, cut, node),
         "schedules": None,
     }
-    if into is not None and out_of is not None:
-        found["schedules"] = Schedules(into, out_of, _used(xp, cut.src.nodes, source))
+    if cuts:
+        into, out_of = segments(xp, cuts, cut.exact)
+        found["schedules"] = Schedules(into, out_of, starts[1][1:] > starts[1][:-1])
     int32 = lambda x: jnp.asarray(x, None if x.dtype == bool else jnp.int32)
     return jax.tree.map(int32, found) | {"exact": cut.exact and incoming.number.shape[1] == 1}
-
-
-def _used(xp: Any, nodes: int, node: Any) -> Any:
-    """Tells which of the nodes have an edge, of the `node` of each; past the end there is none."""
-    return _put(xp.zeros(nodes, bool), node, xp.ones(node.shape, bool))
 
 
 def _starts(xp: Any, node: Any, nodes: int, in_loop: bool = False) -> Any:
@@ -260,36 +279,61 @@ def _starts(xp: Any, node: Any, nodes: int, in_loop: bool = False) -> Any:
     return last_not_above(xp, node, xp.arange(-1, nodes, dtype=np.int32), in_loop)
 
 
+def _both_starts(cut: Grouping, node: jax.Array, source: jax.Array) -> tuple[Any, Any]:
+    """Finds where the edges of each destination and source start: in one search, if it is no loop."""
+    num_dst, num_src = cut.dst.nodes, cut.src.nodes
+    if not cut.in_segments:
+        into = _starts(jnp, node, num_dst, in_loop=True)
+        return into, None if cut.src.width == 1 else _starts(jnp, source, num_src, in_loop=True)
+    both = jnp.concatenate([node, source + (num_dst + 1)])  # behind the edges that do not exist
+    found = _starts(jnp, both, num_dst + 1 + num_src)
+    return found[: num_dst + 1], found[num_dst + 1 :] - node.shape[0]
+
+
+def _singly(xp: Any, cut: Grouping, side: Side, node: Any, other: Any, number: Any) -> Groups:
+    """Makes a group of each edge."""
+    return Groups(node, other[:, None], xp.where(node < side.nodes, number, cut.room)[:, None])
+
+
 def _grouped(
-    xp: Any, cut: Grouping, side: Side, node: Any, other: Any, number: Any, others: int
-) -> tuple[Groups, Segments | None]:
-    """Groups edges sorted by `node`: as few groups as needed if exact, else as many as that may need."""
-    room, (nodes, width) = cut.room, side
-    number = xp.where(node < nodes, number, room)
-    if width == 1:
-        groups = Groups(node, other[:, None], number[:, None])
-        can_be_cut = cut.in_segments and nodes and room
-        return groups, segments_of_groups(xp, groups, nodes, room, cut.exact) if can_be_cut else None
+    xp: Any, cut: Grouping, starts: Sequence[Any], edges: Sequence[tuple[Any, Any]]
+) -> tuple[list[Groups], list[Cut]]:
+    """Groups edges sorted by node, (other, number) of each side: as few groups as needed if exact.
 
-    # where the groups of each node begin, and how many there are
-    total = _most_groups(cut, side)
-    in_loop = not cut.in_segments
-    start = _starts(xp, node, nodes, in_loop)
-    degree = start[1:] - start[:-1]
-    ends = xp.cumsum(xp.maximum((degree + width - 1) // width, 1), dtype=np.int32)
-    first = xp.concatenate([xp.zeros(1, np.int32), ends])
-    total = int(first[-1]) if cut.exact else total
+    Else as many as that may need. What kernels need is cut into segments, if the graph is to carry them.
+    """
+    # whose each group, and each spill of a segment, is
+    sides, exact = (cut.dst, cut.src), cut.exact
+    in_segments = bool(cut.in_segments and cut.dst.nodes and cut.src.nodes and cut.room)
+    degrees = [start[1:] - start[:-1] for start in starts]
+    counts = [xp.maximum(-(-x // side.width), 1) for x, side in zip(degrees, sides, strict=True)]
+    rooms = [_most_groups(cut, side) for side in sides]
+    parts = [parts_of(xp, x) for x in degrees] if in_segments else []
+    spills = [most_spills(room * side.width) for room, side in zip(rooms, sides, strict=True)]
+    rows = [None if exact else x for x in (*rooms, *spills[: len(parts)])]
+    owned = owners_of(xp, [*counts, *parts], rows, in_loop=not cut.in_segments)
 
-    # the slot of each edge; that of an edge that does not exist is past the end
-    rank = xp.arange(room, dtype=np.int32) - start[node]
-    slot = (first[node] + rank // width) * width + rank % width
-    slot = xp.where(node < nodes, slot, total * width)
-    fill = lambda x, none: _put(xp.full(total * width, none, np.int32), slot, x).reshape(total, width)
-    owner = last_not_above(xp, ends, xp.arange(total, dtype=np.int32), in_loop)
-    order = None if cut.in_order or not nodes else _order(xp, first, owner, cut.exact, cut.first_apart)
-    groups = Groups(owner, fill(other, others), fill(number, room), order)
-    can_be_cut = cut.in_segments and nodes and room
-    return groups, segments(xp, first[:-1] * width, degree, total * width, cut.exact) if can_be_cut else None
+    groups, cuts = [], []
+    others = (cut.src.nodes, cut.dst.nodes)
+    for k, (side, start, (other, number)) in enumerate(zip(sides, starts, edges, strict=True)):
+        # the edge in each slot: those of a node one after the other
+        (first, owner), nodes, width = owned[k], side.nodes, side.width
+        total = len(owner)
+        known = xp.minimum(owner, max(nodes - 1, 0))
+        if nodes and cut.room:
+            rank = xp.arange(total, dtype=np.int32) - first[known]
+            end = xp.where(owner < nodes, start[known + 1], 0)
+            edge = (start[known] + rank * width)[:, None] + xp.arange(width, dtype=np.int32)[None]
+            at, exists = xp.minimum(edge, cut.room - 1), edge < end[:, None]
+            fill = lambda x, none, at=at, exists=exists: xp.where(exists, x[at], none)
+            other, number = fill(other, others[k]), fill(number, cut.room)
+        else:
+            other, number = (xp.full((total, width), none, np.int32) for none in (others[k], cut.room))
+        order = None if cut.in_order or not nodes else _order(xp, first, owner, exact, cut.first_apart)
+        groups.append(Groups(owner, other, number, order))
+        if in_segments:
+            cuts.append(Cut(first[:-1] * width, degrees[k], total * width, parts[k], *owned[2 + k]))
+    return groups, cuts
 
 
 def _order(xp: Any, first: Any, owner: Any, exact: bool, first_apart: bool) -> Order | None:
@@ -332,7 +376,9 @@ def segments_of_groups(xp: Any, groups: Groups, nodes: int, capacity: int, exact
     empty = (groups.number >= capacity).sum(1, dtype=np.int32)  # slots of a group, all at its end
     last = xp.where(first[1:] > first[:-1], empty[xp.maximum(first[1:] - 1, 0)], 0)
     degree = (first[1:] - first[:-1]) * width - last
-    return segments(xp, first[:-1] * width, degree, total * width, exact)
+    parts, slots = parts_of(xp, degree), total * width
+    (owned,) = owners_of(xp, [parts], [None if exact else most_spills(slots)])
+    return segments(xp, [Cut(first[:-1] * width, degree, slots, parts, *owned)], exact)[0]
 
 
 def _run_owners(xp: Any, cut: Grouping, node: Any) -> Any:

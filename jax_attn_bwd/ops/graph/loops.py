@@ -6,11 +6,12 @@ and fuses it with its neighbours. Else the same functions run in a loop over chu
 tells which. On a GPU a kernel reads rows where it multiplies and sums them, so that what is written by edge
 has no features.
 
-A scatter adds in a fixed order on a CPU alone (`in_order`). Elsewhere `add_in_fixed_order` sums rows that lie
-together. They are cut into blocks of B. The last row of a block ends the block's tail, the rows before it
-of the same node; the tails, one for each block, are rows again, of which the next level is made. A node's
-rows, up to one of them, are then at most B of each level: those of its block, the tails of the blocks
-before that, and so on:
+A scatter adds in a fixed order on a CPU alone (`in_order`). Elsewhere the graph tells which rows a node has
+(`groups.Order`), if it was built outside `jit`. In a loop, and for a graph of `from_traced`,
+`add_in_fixed_order` finds them: it sums rows that lie together. They are cut into blocks of B. The last row
+of a block ends the block's tail, the rows before it of the same node; the tails, one for each block, are rows
+again, of which the next level is made. A node's rows, up to one of them, are then at most B of each level:
+those of its block, the tails of the blocks before that, and so on:
 
     rows    a a b | b b b | b b b | b c c        B = 3; what is summed for b: the rows in its last block,
     tails       b       b       b                then the tails before it

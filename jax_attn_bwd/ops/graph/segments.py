@@ -8,6 +8,7 @@ without edges is one segment of none, which writes the node's zeros.
 The longest segments come first: those that programs walk over together then end together.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -34,42 +35,73 @@ class Segments(NamedTuple):
     tables: Any  # of int32 [n, 16]; see `tables_of`
 
 
-def segments(xp: Any, first: Any, degree: Any, slots: int, exact: bool) -> Segments:
-    """Cuts the `degree` edges of each node, which lie in `slots` slots from `first` on, both int32 `[nodes]`.
+class Cut(NamedTuple):
+    """The edges of each of `n` nodes, which lie in slots one after the other, to be cut into segments."""
 
-    As few segments as there are if `exact`, with NumPy; else S and X are bounds by the shapes, so that every
-    graph fits.
-    """
-    # nodes of several segments, and where the spills of each end
-    nodes = len(first)
+    first: Any  # int32 [n], the first slot of each
+    degree: Any  # int32 [n], how many there are
+    slots: int
+    parts: Any  # int32 [n], the segments of a node that has several; else 0
+    spill: Any  # int32 [n + 1], the first spill of each; behind them where the last node's end
+    owner: Any  # int32 [X], as in `Segments`
+
+
+def parts_of(xp: Any, degree: Any) -> Any:
+    """Counts the segments of nodes that have several."""
     count = (degree + LENGTH - 1) // LENGTH
-    parts = xp.where(count > 1, count, 0)
-    ends = xp.cumsum(parts, dtype=np.int32)
-    most = 2 * (slots // LENGTH) if slots > LENGTH else 0  # at most 2 d / 256 for d > 256 edges
-    spills = int(parts.sum()) if exact else most
+    return xp.where(count > 1, count, 0)
 
-    # a segment for each node, and one for each spill
-    spill, number = xp.arange(spills, dtype=np.int32), xp.arange(nodes, dtype=np.int32)
-    owner = last_not_above(xp, ends, spill)
-    known = xp.minimum(owner, nodes - 1)
-    begin = first[known] + (spill - (ends - parts)[known]) * LENGTH
-    end = xp.minimum(begin + LENGTH, (first + degree)[known])
-    node = xp.concatenate([xp.where(count > 1, nodes, number), owner])
-    begin, end = xp.concatenate([first, begin]), xp.concatenate([first + degree, end])
-    begin, end = (xp.where(node < nodes, x, 0) for x in (begin, end))
-    spill = xp.concatenate([xp.full(nodes, -1, np.int32), spill])
 
-    # the longest first, what is no segment last
-    shorter = xp.where(node < nodes, begin - end, 1)
-    fields = (node, begin, end, spill)
+def most_spills(slots: int) -> int:
+    """Bounds the spills of edges in `slots`."""
+    return 2 * (slots // LENGTH) if slots > LENGTH else 0  # at most 2 d / 256 for d > 256 edges
+
+
+def segments(xp: Any, cuts: Sequence[Cut], exact: bool) -> list[Segments]:
+    """Cuts the edges of each side: as few segments as there are if `exact`, with NumPy; else S is a bound.
+
+    A segment for each node comes first, then one for each spill; from these they are put in order, the
+    longest first, what is no segment last. With JAX both sides are sorted as one.
+    """
+    size = [len(cut.first) + len(cut.owner) for cut in cuts]
+    number = [xp.arange(n, dtype=np.int32) for n in size]
+    shorter = []
+    for cut, n in zip(cuts, number, strict=True):
+        node, begin, end, _ = _segment(xp, cut, n)
+        shorter.append(xp.where(node < len(cut.first), begin - end, 1))
+    orders: list[Any]
     if xp is np:
-        order = np.argsort(shorter, kind="stable")
-        order = order[: (node < nodes).sum()] if exact else order
-        node, begin, end, spill = (x[order] for x in fields)
-    else:
-        _, node, begin, end, spill = lax.sort((shorter, *fields), num_keys=1)
-    found = (None, ()) if xp is not np or not spills else tables_of(parts, spills, slots, exact)
-    return Segments(node, begin, end, spill if spills else None, owner, *found)
+        orders = [np.argsort(x, kind="stable") for x in shorter]
+        orders = [x[: (y <= 0).sum()] if exact else x for x, y in zip(orders, shorter, strict=True)]
+    else:  # pairs, which a library sorts by radix
+        keys = [x + 2 * LENGTH * side for side, x in enumerate(shorter)]
+        _, order = lax.sort_key_val(jnp.concatenate(keys), jnp.concatenate(number))
+        orders = [order[end - n : end] for end, n in zip(np.cumsum(size), size, strict=True)]
+
+    found = []
+    for cut, order in zip(cuts, orders, strict=True):
+        node, begin, end, spill = _segment(xp, cut, order)
+        spills = len(cut.owner)
+        more = (None, ()) if xp is not np or not spills else tables_of(cut.parts, spills, cut.slots, exact)
+        found.append(Segments(node, begin, end, spill if spills else None, cut.owner, *more))
+    return found
+
+
+def _segment(xp: Any, cut: Cut, number: Any) -> tuple[Any, Any, Any, Any]:
+    """Returns (node, begin, end, spill) of the segments of these numbers, as they are in `Segments`."""
+    nodes, spills = len(cut.first), len(cut.owner)
+    spill = xp.maximum(number - nodes, -1)
+    node, rank = number, 0
+    if spills:
+        node = xp.where(spill < 0, number, cut.owner[xp.maximum(spill, 0)])
+    known = xp.minimum(node, nodes - 1)
+    if spills:
+        rank = xp.where(spill < 0, 0, spill - cut.spill[known])
+        node = xp.where((spill < 0) & (cut.parts[known] > 0), nodes, node)
+    begin = cut.first[known] + rank * LENGTH
+    end = xp.minimum(begin + LENGTH, cut.first[known] + cut.degree[known])
+    begin, end = (xp.where(node < nodes, x, 0) for x in (begin, end))
+    return node, begin, end, spill
 
 
 def tables_of(parts: np.ndarray, spills: int, slots: int, exact: bool) -> tuple[np.ndarray, list[np.ndarray]]:
@@ -108,3 +140,23 @@ def last_not_above(xp: Any, ends: Any, position: Any, in_loop: bool = False) -> 
         return np.searchsorted(ends, position, side="right").astype(np.int32)
     method = "scan" if in_loop else "scan_unrolled"
     return jnp.searchsorted(ends, position, side="right", method=method).astype(jnp.int32)
+
+
+def owners_of(
+    xp: Any, counts: Sequence[Any], rooms: Sequence[int | None], in_loop: bool = False
+) -> list[tuple[Any, Any]]:
+    """Finds, for each of `counts`, int32 `[n]`, of rows that lie one after the other, (first, owner).
+
+    They are int32 `[n + 1]`, where the rows of each begin, and `[room]`, whose each row is; n where there is
+    none. A room of None is as many rows as there are. One running sum and one search serve all.
+    """
+    ends = xp.concatenate([xp.zeros(1, np.int32), xp.cumsum(xp.concatenate(counts), dtype=np.int32)])
+    stop = np.cumsum([len(x) for x in counts])
+    bases = [(int(end) - len(x), len(x)) for end, x in zip(stop, counts, strict=True)]
+    first = [ends[base : base + n + 1] - ends[base] for base, n in bases]
+    room = [int(x[-1]) if size is None else size for x, size in zip(first, rooms, strict=True)]
+    rows = [xp.arange(n, dtype=np.int32) + ends[base] for n, (base, _) in zip(room, bases, strict=True)]
+    owner = last_not_above(xp, ends[1:], xp.concatenate(rows), in_loop)
+    owner = [owner[end - n : end] for end, n in zip(np.cumsum(room), room, strict=True)]
+    owner = [xp.minimum(x - base, n) for x, (base, n) in zip(owner, bases, strict=True)]
+    return list(zip(first, owner, strict=True))

@@ -38,7 +38,7 @@ class BipartiteCSC:
       offsets: int32 `[num_dst + 1]`; the edges into destination i are `offsets[i]` to `offsets[i + 1]`.
       indices: int32 `[capacity]`, the source of each edge, by destination; `num_src` in the padding.
       map_csc_to_coo: int32 `[capacity]`, the number of each of these edges in the caller's order.
-      by_destination, by_source: the same edges in groups.
+      by_destination, by_source: the same edges in groups; off CPUs with the order in which they are summed.
       run_owners: int32, the destination of each run of edges that is summed apart; None if all are short.
       schedules: what kernels need of the graph alone, made once; None if it was built for a CPU.
       num_src, num_dst: node counts.
@@ -239,7 +239,7 @@ class BipartiteCSC:
             raise ValueError(checks.message(operator, "capacity", f"be at least nnz = {nnz}", capacity))
         grouping = plan.grouping(operator, num_src, num_dst, room, exact=capacity is None)
         found = groups.arrays_of_known(grouping, offsets, indices, number)
-        return _of_one_graph(cls(**found, num_src=num_src, num_dst=num_dst))
+        return of_one_graph(cls(**found, num_src=num_src, num_dst=num_dst))
 
     @classmethod
     def from_coo(
@@ -312,7 +312,7 @@ class BipartiteCSC:
         _count(operator, "the number of edges", src.shape[0])
         grouping = plan.grouping(operator, num_src, num_dst, src.shape[0], exact=False)
         found = groups.arrays_of_traced(grouping, src, dst)
-        return _of_one_graph(cls(**found, num_src=num_src, num_dst=num_dst))
+        return of_one_graph(cls(**found, num_src=num_src, num_dst=num_dst))
 
     @classmethod
     def from_edge_index(
@@ -497,7 +497,8 @@ def _check_permutation(operator: str, x: np.ndarray, n: int) -> np.ndarray:
 # Whether the arrays of a graph belong together: those that a constructor made do.
 
 
-def _of_one_graph(graph: BipartiteCSC) -> BipartiteCSC:
+def of_one_graph(graph: BipartiteCSC) -> BipartiteCSC:
+    """Returns the graph, whose arrays are known to belong together."""
     object.__setattr__(graph, "_is_of_one_graph", True)  # no field: what is made of it is another object
     return graph
 
@@ -505,19 +506,20 @@ def _of_one_graph(graph: BipartiteCSC) -> BipartiteCSC:
 def check_of_one_graph(operator: str, graph: BipartiteCSC) -> None:
     """Checks, where they can be read, that the groups and schedules of a graph are those of its edges.
 
-    That takes a few passes over the edges, once for each object that no constructor has made.
+    That takes about two thirds of the time of building it, once for each object that no constructor has made:
+    one that is copied, loaded or put on a device for each call is best handed to a compiled function.
     """
-    leaves = jax.tree.leaves(graph)
-    known = all(checks.is_array(x) and not isinstance(x, jax.core.Tracer) for x in leaves)
-    if getattr(graph, "_is_of_one_graph", False) or not known:
+    if getattr(graph, "_is_of_one_graph", False):
         return
-    if not all(getattr(x, "is_fully_addressable", True) for x in leaves):
+    leaves = jax.tree.leaves(graph)
+    readable = all(checks.is_array(x) and not isinstance(x, jax.core.Tracer) for x in leaves)
+    if not readable or not all(getattr(x, "is_fully_addressable", True) for x in leaves):
         return
     if not groups.belong_together(jax.tree.map(np.asarray, graph)):
         expected = "hold groups and schedules of the edges that it has"
         remedy = "its arrays are not to be replaced one by one: build a graph of the new edges"
         raise ValueError(checks.message(operator, "the graph", expected, "those of others", remedy))
-    _of_one_graph(graph)
+    of_one_graph(graph)
 
 
 # Self-loops: an edge from each node to itself, as PyTorch Geometric's layers add them by default.

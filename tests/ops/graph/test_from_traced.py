@@ -1,6 +1,7 @@
 """Graphs that are built inside `jit`, of edges that are found there."""
 
 import re
+from dataclasses import replace
 
 import chex
 import jax
@@ -42,8 +43,31 @@ def test_it_searches_in_a_loop_on_cpus_alone(platform, monkeypatch):
     monkeypatch.setattr(targets, "platform", lambda: platform)
     ends = jax.ShapeDtypeStruct((5000,), jnp.int32)
     found = jax.jit(lambda src, dst: BipartiteCSC.from_traced(src, dst, 900, 800)).lower(ends, ends).as_text()
-    assert "stablehlo.sort" in found
+    assert found.count('"stablehlo.sort"') == (2 if platform == "cpu" else 3)  # one of both sides' segments
     assert ("stablehlo.while" in found) == (platform == "cpu")
+    assert platform == "cpu" or '"stablehlo.scatter"' not in found
+
+
+@pytest.mark.parametrize("few", [0, pytest.param(5000, marks=thorough)])
+def test_as_numpy_builds_it_for_a_gpu(few, monkeypatch):
+    """But for how sums of several segments, or groups, are put together, which `jit` leaves to each call."""
+    monkeypatch.setattr(targets, "platform", lambda: "gpu")
+    monkeypatch.setattr(plan, "_FEW_EDGES", few)
+    src, dst = random_edges(30, 40, 5000)
+    src[:700], dst[2500:] = 3, 0
+
+    def without_levels(graph):
+        sides = ("by_destination", "by_source")
+        cut = lambda x: x.order and ((x.order.first is not None and x.order._replace(levels=None)) or None)
+        groups = {side: getattr(graph, side) for side in sides}
+        whole = {side: getattr(graph.schedules, side)._replace(hubs=None, tables=()) for side in sides}
+        groups = {side: x._replace(order=cut(x)) for side, x in groups.items()}
+        return replace(graph, **groups, schedules=graph.schedules._replace(**whole))
+
+    expected = BipartiteCSC.from_coo(src, dst, 30, 40, capacity=5000)
+    got = built(30, 40)(jnp.asarray(src), jnp.asarray(dst))
+    assert got == without_levels(expected)
+    assert (got.schedules.by_destination.spill >= 0).sum() > 4
 
 
 @pytest.mark.parametrize("kind", [pytest.param(k, marks=[thorough] * (k != "gat")) for k in FUNCTIONS])

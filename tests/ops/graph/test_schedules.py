@@ -12,6 +12,7 @@ from ops.graph.calls import random_edges
 
 from jax_attn_bwd import BipartiteCSC, batch_graphs, edge_sum, graph_attention
 from jax_attn_bwd._core import targets
+from jax_attn_bwd.ops.graph import groups
 
 
 @pytest.fixture(params=["cpu", "gpu"])
@@ -67,6 +68,27 @@ def test_arrays_of_another_graph_are_refused(part, capacity, build):
         jax.jit(lambda: call(mixed))()
     with pytest.raises(ValueError, match=f"edge_sum: {message}"):
         edge_sum(mixed, jnp.ones((mixed.capacity, 1)))
+
+
+def test_the_order_of_other_groups_is_refused(build):
+    one, other = build(0), build(1)
+    if one.by_source.order is not None:
+        mixed = replace(one, by_source=one.by_source._replace(order=other.by_source.order))
+        with pytest.raises(ValueError, match="graph_attention: the graph must hold groups and schedules"):
+            call(mixed)
+
+
+def test_arrays_that_are_known_are_not_read_again(build, monkeypatch):
+    """Those that a constructor made, and a batch; others are, once for each object."""
+    graph, asked = build(), []
+    monkeypatch.setattr(groups, "belong_together", lambda graph: asked.append(graph) or True)
+    for known in (graph, batch_graphs([graph]).graph):
+        edge_sum(known, jnp.ones((60, 1)))
+    assert not asked
+    other = jax.tree.map(jnp.copy, graph)
+    for _ in range(2):
+        edge_sum(other, jnp.ones((60, 1)))
+    assert len(asked) == 1
 
 
 def test_a_graph_stays_one(build):
