@@ -34,11 +34,15 @@ Where erase keys and queries stand apart, with R = - L V - B^ S0 and U = M R of 
 
 from which q, b, k and a get their sums as in (12) to (14), and the decays theirs as in (18).
 
+By (31), (8) and (26) take one product a chunk, too, and dU and dR are all chunks' at once:
+
+    dS0 = Q^^T dO - W^T P^T dO + exp(c_C) dS1 - E^T dS1                                 (32)
+
 With l2_norm_epsilon, q = s r x of the given x, r = (sum x^2 + epsilon)^-1/2: dx = s r (dq - rx <rx, dq>), and
 so for k. U and S0 are computed again from the state before the group, by (5) and (6).
 
 References:
-  As in `forward.py`; (7) to (18) and (26) to (29) follow from (1) to (6), (24) and (25).
+  As in `forward.py`; (7) to (18), (26) to (29) and (32) follow from (1) to (6), (24), (25) and (31).
 """
 
 from collections.abc import Collection
@@ -65,7 +69,7 @@ from jax_attn_bwd.ops.linear_attention.forward import (
 )
 from jax_attn_bwd.ops.linear_attention.layout import Part, part, unit_gradient
 from jax_attn_bwd.ops.linear_attention.matrix import Dot, dot_of, row_sums, strictly_lower, transposed
-from jax_attn_bwd.ops.linear_attention.plan import Plan
+from jax_attn_bwd.ops.linear_attention.plan import CHUNKS_OF_A_TRIP, Plan
 from jax_attn_bwd.ops.linear_attention.spec import Residuals
 
 
@@ -125,23 +129,33 @@ class Through(NamedTuple):
 def _states(
     plan: Plan, own: Part, within: Inside, dout: jax.Array, dstate: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array, Any]]:
-    """Computes (7) and (8), or (26), for the chunks of a group.
+    """Computes (7) and (8), (26), or (32), for the chunks of a group.
 
     Returns:
       dS0 of the first, and (dS1, dU, dR or None) of each.
     """
     dot = dot_of(plan)
-    is_erasing = plan.options.is_erasing
-    reads = within.erase_reads if is_erasing else within.reads
+    reads = within.reads if within.erase_reads is None else within.erase_reads
     du, of_out = dot("ij,iv", reads, dout), within.from_start.transposed_times(dot, dout)
 
     def corrected(dstate, given):
         du, of_out, beta, within = given
-        du = du + (within.erase_end if is_erasing else within.at_end).times(dot, dstate)
+        du = du + within.correcting.times(dot, dstate)
         dr = dot("ij,iv", within.solved, du)
         by_start = within.at_start.transposed_times(dot, dr if beta is None else beta * dr)
         return of_out + within.whole * dstate - by_start, (dstate, du, dr)
 
+    if plan.walk == "one product":
+        known = of_out - dot("ih,iv", within.corrector, du)
+
+        def mapped(dstate, given):
+            whole, erased, known = given
+            return known + whole * dstate - dot("kh,kv", erased, dstate), dstate
+
+        given = within.whole, within.erased, known
+        before, dstates = in_order(mapped, dstate, given, reverse=True, together=CHUNKS_OF_A_TRIP)
+        du = du + within.correcting.times(dot, dstates)
+        return before, (dstates, du, dot("ij,iv", within.solved, du))
     if plan.options.corrects:
         return in_order(corrected, dstate, (du, of_out, own.beta, within), reverse=True)
     # no cotangent of a state depends on du

@@ -56,6 +56,10 @@ class Scaled(NamedTuple):
     rows: jax.Array  # [C, H]
     factor: jax.Array | None  # [C, 1]
 
+    def dense(self) -> jax.Array:
+        """Returns the rows with their factor."""
+        return self.rows if self.factor is None else self.factor * self.rows
+
     def times(self, dot: Dot, state: jax.Array) -> jax.Array:
         """Returns the product with `[H, Hv]`, `[C, Hv]`."""
         found = dot("ih,hv", self.rows, state)

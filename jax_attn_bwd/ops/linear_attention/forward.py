@@ -21,6 +21,12 @@ written by k, and U, less what the state holds at b, by a:
     U = - M (L V + B^ S0),   S1 = exp(c_C) S0 + K~^T V + A~^T U                         (24)
     O = Q^ S0 + P V + P^a U                                                             (25)
 
+Where launches cost, as on a GPU, what does not depend on a state is multiplied out beforehand. B^ are the
+rows that read the state for the correction, b K^ or those of (24), Z is the rest, b V or - L V, and A~ the
+keys that correct, K~ or those of (24). Then the walk takes one product a chunk, and U is that of all chunks:
+
+    W = M B^,   E = A~^T W,   S1 = exp(c_C) S0 - E S0 + A~^T M Z (+ K~^T V),   U = M Z - W S0      (31)
+
 References:
   Yang et al., Parallelizing linear transformers with the delta rule over sequence length, arXiv:2406.06484.
   Yang et al., Gated delta networks, arXiv:2412.06464. Kimi Team, Kimi Linear, arXiv:2510.26692.
@@ -40,7 +46,7 @@ from jax_attn_bwd.ops.linear_attention import layout
 from jax_attn_bwd.ops.linear_attention.decays import Scaled
 from jax_attn_bwd.ops.linear_attention.layout import Part, part
 from jax_attn_bwd.ops.linear_attention.matrix import Dot, dot_of, solve, strictly_lower, transposed
-from jax_attn_bwd.ops.linear_attention.plan import Plan
+from jax_attn_bwd.ops.linear_attention.plan import CHUNKS_OF_A_TRIP, Plan
 from jax_attn_bwd.ops.linear_attention.spec import Operands, Result
 
 
@@ -58,6 +64,14 @@ class Inside(NamedTuple):
     erase_end: Any = None  # a~
     erase_reads: Any = None  # P^a, [C, C]
     writes: Any = None  # L, [C, C]
+    # where the walk takes one product a chunk
+    corrector: Any = None  # W, [C, H]
+    erased: Any = None  # E, [H, H]
+
+    @property
+    def correcting(self) -> Scaled:
+        """The keys by which u is written, A~ or K~."""
+        return self.at_end if self.erase_end is None else self.erase_end
 
 
 @partial(jax.jit, static_argnums=0)
@@ -123,8 +137,18 @@ def inside(plan: Plan, own: Part) -> Inside:
         overlaps,
         None if overlaps is None else solve(dot, beta * overlaps),
     )
-    if not options.is_erasing:
+    if options.is_erasing:
+        found = _with_erase_keys(dot, own, query, found)
+    if plan.walk != "one product":
         return found
+    rows = found.at_start.dense()
+    corrector = dot("ij,jh", found.solved, rows if beta is None else beta * rows)
+    return found._replace(corrector=corrector, erased=found.correcting.transposed_times(dot, corrector))
+
+
+def _with_erase_keys(dot: Dot, own: Part, query: jax.Array, found: Inside) -> Inside:
+    """Adds what (24) and (25) take of erase keys; `query` is scaled."""
+    decays, key = own.decays, own.key
     overlaps = kkt(dot, own, own.erase_query, own.erase_key)
     return found._replace(
         at_start=decays.scaled(decays.from_start, own.erase_query),
@@ -173,6 +197,8 @@ def states(plan: Plan, own: Part, within: Inside, state: jax.Array) -> tuple[jax
         after = within.whole * state + added + within.erase_end.transposed_times(dot, u)
         return after, (state, u)
 
+    if plan.walk == "one product":
+        return _by_maps(dot, own, within, state)
     if plan.options.is_delta:
         after, (before, u) = in_order(corrected, state, (own.value, own.beta, within))
         return after, before, u
@@ -186,16 +212,34 @@ def states(plan: Plan, own: Part, within: Inside, state: jax.Array) -> tuple[jax
     return after, before, own.value
 
 
+def _by_maps(dot: Dot, own: Part, within: Inside, state: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns what `states` does, by (31)."""
+    rest = own.beta * own.value if within.writes is None else -dot("ij,jv", within.writes, own.value)
+    known = dot("ij,jv", within.solved, rest)
+    added = within.correcting.transposed_times(dot, known)
+    if within.erase_end is not None:
+        added = added + within.at_end.transposed_times(dot, own.value)
+
+    def mapped(state, given):
+        whole, erased, added = given
+        return whole * state + added - dot("hk,kv", erased, state), state
+
+    after, before = in_order(mapped, state, (within.whole, within.erased, added), together=CHUNKS_OF_A_TRIP)
+    return after, before, known - dot("ih,hv", within.corrector, before)
+
+
 def decayed(state: jax.Array, given: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
     """Returns (the state behind a chunk, that before it) where what the chunk adds is known."""
     whole, added = given
     return whole * state + added, state
 
 
-def in_order(step: Callable[..., Any], carry: Any, xs: Any, reverse: bool = False) -> tuple[Any, Any]:
-    """Scans over the chunks of a group, their first axis."""
+def in_order(
+    step: Callable[..., Any], carry: Any, xs: Any, reverse: bool = False, together: int = 1
+) -> tuple[Any, Any]:
+    """Scans over the chunks of a group, their first axis, `together` of them in each trip of the loop."""
     if jax.tree.leaves(xs)[0].shape[0] > 1:
-        return lax.scan(step, carry, xs, reverse=reverse)
+        return lax.scan(step, carry, xs, reverse=reverse, unroll=together)
     carry, found = step(carry, jax.tree.map(lambda x: x[0], xs))
     return carry, jax.tree.map(lambda x: x[None], found)
 

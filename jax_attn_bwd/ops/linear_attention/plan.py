@@ -44,10 +44,16 @@ MERGED_STACKS = Rule(
     "A stack of matrices has one axis: XLA:CPU of JAX 0.12 ends the process at products of eight axes.",
     "crash",
 )
-RULES = (HALVINGS_AT_ONCE, CACHED_GROUPS, MERGED_STACKS)
+ONE_PRODUCT = Rule(
+    "linear_one_product",
+    "GPU, a delta rule or erase keys",
+    "A step of 4,096 tokens launches 378 kernels for 835: what no state is needed for is multiplied out.",
+)
+RULES = (HALVINGS_AT_ONCE, ONE_PRODUCT, CACHED_GROUPS, MERGED_STACKS)
 
 CHUNKS_OF_KERNELS = {"mosaic_gpu": 64, "mosaic_tpu": 128}  # tokens
 CHUNK = 64  # tokens; with fewer, products are small, with more, those within a chunk are most of the work
+CHUNKS_OF_A_TRIP = 8  # where a walk takes one product a chunk: a trip of a loop has launches of its own
 _CPU_BYTES = 1 << 20  # of what a group forms in all heads, so that a cache holds it
 _CPU_BYTES_OF_ALL = 1 << 24  # with less all chunks are one group: without a loop XLA forms much of it once
 _CHUNK_OF_HALVINGS = 16  # where all halvings are taken at once, each a plane of the chunk
@@ -68,6 +74,7 @@ class Plan:
       chunk: C, a power of two.
       side_by_side: m, the chunks of a group.
       merged_stacks: whether products take stacks of matrices as one axis.
+      walk: how a state passes a chunk: by all that the chunk does with it, or by one product, multiplied out.
     """
 
     options: Options
@@ -76,13 +83,15 @@ class Plan:
     chunk: int
     side_by_side: int
     merged_stacks: bool
+    walk: Literal["chunk by chunk", "one product"] = "chunk by chunk"
 
     @property
     def way(self) -> str:
         """How a call is computed, for `explain`."""
         if self.pairs == "one token":
             return self.pairs
-        return f"{self.pairs}; chunks of {self.chunk} tokens, {self.side_by_side} side by side"
+        walked = ", one product a chunk" if self.walk == "one product" else ""
+        return f"{self.pairs}; chunks of {self.chunk} tokens, {self.side_by_side} side by side{walked}"
 
     def groups_of(self, T: Any) -> Any:
         """Counts the groups of T tokens, which may be symbolic."""
@@ -111,7 +120,11 @@ def plan(implementation: str, options: Options, operands: Operands) -> Plan:
     # groups of like size, lest much of the last one be filled up
     is_cached = CACHED_GROUPS.holds(on_cpu)
     groups = ceil_div(chunks, min(_side_by_side(chunk, chunks, halves_at_once, is_cached, operands), chunks))
-    return Plan(options, implementation, pairs, chunk, ceil_div(chunks, groups), merged)
+    corrects = options.corrects and targets.platform() == "gpu"
+    walk: Literal["chunk by chunk", "one product"] = (
+        "one product" if ONE_PRODUCT.holds(corrects) else "chunk by chunk"
+    )
+    return Plan(options, implementation, pairs, chunk, ceil_div(chunks, groups), merged, walk)
 
 
 def has_decays_of_channels(operands: Operands) -> bool:

@@ -20,13 +20,14 @@ from jax import export
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_attn_bwd as jab
-from jax_attn_bwd._core import choices
+from jax_attn_bwd._core import choices, targets
 from jax_attn_bwd.ops.linear_attention import plan as planning
 from jax_attn_bwd.ops.linear_attention.cases import case
 from jax_attn_bwd.ops.linear_attention.matrix import product, solve
 
-DELTA, LINEAR = (
-    next(o for o in OPERATORS if o.name == n) for n in ("gated_delta_rule", "gated_linear_attention")
+DELTA, LINEAR, ERASING = (
+    next(o for o in OPERATORS if o.name == n)
+    for n in ("gated_delta_rule", "gated_linear_attention", "dplr_linear_attention")
 )
 NORM = {"l2_norm_epsilon": 1e-6}
 # On some CPUs JAX 0.10 multiplies by a library that ends the process at arrays of eight axes (see Limits).
@@ -61,6 +62,30 @@ def test_groups_of_any_size(operator, decay, at_once, monkeypatch):
         value, found = gradients(operator.call, operator, arrays, options)
         assert_close(value, expected[0], 1e-12)
         assert_trees_close(found, expected[1], 1e-10)
+
+
+@pytest.mark.parametrize(
+    ("operator", "decay"),
+    [
+        (ERASING, "channel"),
+        pytest.param(DELTA, "head", marks=thorough),
+        pytest.param(DELTA, "channel", marks=thorough),
+    ],
+    ids=["erasing", "delta", "delta-channel"],
+)
+def test_one_product_a_chunk(operator, decay, monkeypatch):
+    """As on a GPU: eleven chunks, of which a trip of the loop takes eight."""
+    erasing = 2 if operator is ERASING else None
+    one = case("", B=(1,), T=84, decay=decay, erasing=erasing, state=True, segments=3, lengths=(79,))
+    monkeypatch.setattr(planning, "CHUNK", 8)
+    monkeypatch.setattr(targets, "platform", lambda: "gpu")
+    way = jab.explain(getattr(jab, operator.name), **shapes(one, jnp.float32)).choices[-1].way
+    assert way.endswith("chunks of 8 tokens, 11 side by side, one product a chunk")
+    arrays = one.arrays()
+    value, found = gradients(operator.call, operator, arrays, NORM)
+    expected = gradients(operator.reference, operator, arrays, NORM)
+    assert_close(value, expected[0], 1e-12)
+    assert_trees_close(found, expected[1], 1e-10)
 
 
 def in_parts(arrays, cuts, is_one_document):

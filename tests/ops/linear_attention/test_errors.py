@@ -78,6 +78,15 @@ def test_growth_is_taken_with_a_warning_where_it_may_be_a_decay(decay, rng):
         assert_close(out, expected, 1e-12)
 
 
+def test_what_erases_has_the_heads_of_keys_or_of_values():
+    q, v = ones(B, T, K, H), ones(B, T, N, HV)
+    erase = partial(jab.dplr_linear_attention, q, q, v, None, erase_query=q)
+    name = "dplr_linear_attention"
+    words = r"erase_key must have shape \[\.\.\., T, K, H\] = \(2, 5, 2, 3\) or .*\(2, 5, 4, 3\)"
+    check(erase, name, ValueError, words, {"erase_key": ones(B, T, 3, H)})
+    check(erase, name, TypeError, "must have one dtype", {"erase_key": ones(B, T, K, H, dtype=np.float64)})
+
+
 def test_a_plain_backward_is_checked():
     tokens = [ones(B, T, K, H), ones(B, T, K, H), ones(B, T, N, HV)]
     backward = partial(jab.gated_linear_attention_bwd, query=tokens[0], key=tokens[1], value=tokens[2])
