@@ -99,6 +99,7 @@ def linked(text: str, page: Path, where: dict[str, tuple[Path, str]]) -> str:
         kept = is_code or line.startswith(("#", "```"))
         if not kept:
             line = re.sub(r"(?<![\[`])`([\w.]+)`(?![\]`])", link, line)
+            line = re.sub(r"(?<=\d) to (?=\d)", "\u00a0to\u00a0", line)  # a range stays on one line
             line = re.sub(r"(?<!\[)\barXiv:(\d{4}\.\d{5})", r"[arXiv:\1](https://arxiv.org/abs/\1)", line)
         lines.append(line)
     return "\n".join(lines) + "\n"

@@ -6,6 +6,7 @@ from pathlib import Path
 from urllib.parse import unquote, urldefrag
 
 LEFTOVERS = (r"</?(h\d|p|em|strong|code|div|span)\b[^>]*>", r"<function ", r" at 0x[0-9a-f]")  # anywhere
+COMMANDS = (r"\\[A-Za-z]+",)  # in a formula
 UNDRAWN = (r"\$", r"\\[a-z(\[]", r"^::: ", r"\*\*[A-Za-z`]", r"^#+ ", r"```", r"\{ ?#")  # outside of code
 LOADED = {"script": "src", "img": "src", "link": "href", "iframe": "src"}
 
@@ -19,8 +20,8 @@ class Page(HTMLParser):
         self.links: list[str] = []
         self.loaded: list[str] = []
         self.anchors: set[str] = set()
-        self.code, self.prose = "", ""
-        self.inside = {"code": 0, "hidden": 0}
+        self.code, self.prose, self.math = "", "", ""
+        self.inside = {"code": 0, "hidden": 0, "math": 0}
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list) -> None:
@@ -38,12 +39,15 @@ class Page(HTMLParser):
         self._enter(tag, -1)
 
     def _enter(self, tag: str, step: int) -> None:
-        self.inside["hidden"] += step * (tag in ("script", "style", "math"))
+        self.inside["hidden"] += step * (tag in ("script", "style"))
+        self.inside["math"] += step * (tag == "math")
         self.inside["code"] += step * (tag in ("code", "pre"))
 
     def handle_data(self, data: str) -> None:
         """Notes text."""
-        if self.inside["code"]:
+        if self.inside["math"]:
+            self.math += data
+        elif self.inside["code"]:
             self.code += data
         elif not self.inside["hidden"]:
             self.prose += data
@@ -74,7 +78,8 @@ def faults(path: Path, page: Page, found: dict[Path, Page]) -> list[str]:
             out.append(f"a dead link, {url}")
         elif at and target in found and at not in found[target].anchors:
             out.append(f"no such place, {url}")
-    for patterns, text in ((LEFTOVERS, page.code + page.prose), (UNDRAWN, page.prose)):
+    told = ((LEFTOVERS, page.code + page.prose), (UNDRAWN, page.prose), (COMMANDS, page.math))
+    for patterns, text in told:
         for pattern in patterns:
             places = [
                 text[max(m.start() - 30, 0) : m.end() + 30] for m in re.finditer(pattern, text, re.MULTILINE)

@@ -111,6 +111,8 @@ def signature(thing: Any, name: str, drop: tuple[str, ...] = ("self", "parent", 
         line = f"{name}(\n{textwrap.indent(body, '    ')}\n)"
     listed = [n for p in parameters if p.kind is p.VAR_KEYWORD for n in _listed(p.annotation)]
     options = f"\n\nThe options are {', '.join(f'`{n}`' for n in listed)}." if listed else ""
+    if name.endswith("_bwd") and len(listed) > 4:
+        options = "\n\nThe options are [those of the forward](#options) that change what is computed."
     return f"```python\n{line}\n```{options}"
 
 

@@ -30,11 +30,17 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> None:
 
 def on_page_content(content: str, **_: Any) -> str:
     """The page with its formulas drawn."""
-    return INLINE.sub(lambda m: convert(html.unescape(m[1])), BLOCK.sub(_block, content))
+    return INLINE.sub(lambda m: _drawn(html.unescape(m[1])), BLOCK.sub(_block, content))
+
+
+def _drawn(tex: str, **options: Any) -> str:
+    """Returns MathML, in which a large angle bracket stands as itself."""
+    drawn = convert(tex, **options)
+    return drawn.replace(r">\langle<", ">&#x27E8;<").replace(r">\rangle<", ">&#x27E9;<")
 
 
 def _block(match: re.Match) -> str:
     tex = html.unescape(match[1])
     number = TAG.search(tex)
-    drawn = convert(TAG.sub("", tex).strip(), display="block")
+    drawn = _drawn(TAG.sub("", tex).strip(), display="block")
     return f'<div class="equation">{drawn}<span>{f"({number[1]})" if number else ""}</span></div>'

@@ -4,7 +4,7 @@ Directives, one a line: `call` (signature, what it does, positional arguments, r
 `options` (keyword arguments), `sharding`, `errors`, `references` and `whole` (all of these) of one name,
 `module` (all names of a module), `about` (a module's own text), `kernels` (an operator's row on the page of
 what runs where), `readme` (what stands under a heading of README.md), `choices` (the tables of ways and rules
-of a module).
+of a module), `version` (of the package).
 """
 
 import importlib
@@ -22,6 +22,8 @@ HIDDEN = ("check", "get_config", "compute_output_spec")
 
 def find(name: str) -> Any:
     """The object of a dotted name below the package."""
+    if name == PACKAGE:
+        return importlib.import_module(PACKAGE)
     parts, thing = name.split("."), importlib.import_module(PACKAGE)
     for i, part in enumerate(parts):
         try:
@@ -220,10 +222,16 @@ def choices(module: str) -> str:
     return "\n\n".join("\n".join(table) for table in tables)
 
 
+def version(name: str) -> str:
+    """The version of the package, in a sentence."""
+    return f"These pages are of version {find(name).__version__}."
+
+
 DIRECTIVE = re.compile(r"^::: (\w+) (.+)$", re.MULTILINE)
 ONE = dict(
     call=call, gradients=gradients, options=options, sharding=sharding, errors=errors, references=references,
     whole=whole, module=module, about=about, choices=choices,
+    version=version,
 )  # fmt: skip
 FROM_PAGES = dict(kernels=kernels, readme=readme)
 

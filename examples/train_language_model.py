@@ -276,6 +276,8 @@ def train(
             starts = rng.integers(len(windows), size=batch_of(args))
             losses.append(float(train_step(model, optimizer, windows[starts])))
             progress.update(task, advance=1, loss=losses[-1])
+            if len(losses) == min(10, args.steps) and not console.is_terminal:  # a file shows no bar
+                console.print(f"step {step} of {args.steps}: training loss {losses[-1]:.2f} bits per byte")
             if step % -(-args.steps // 8) == 0 or step == args.steps:
                 validation_losses[step] = loss = float(evaluate(model, validation))
                 console.print(f"step {step}: held-out loss {loss:.2f} bits per byte")
@@ -437,8 +439,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     prompt = held_out[: min(args.context, 256)]
     keys = jax.random.split(jax.random.key(args.seed), 400)
     sample = generate(model, jnp.asarray(prompt), keys)
-    shown = Text.assemble((printable(prompt[-80:]), "dim"), printable(np.asarray(sample)))
-    console.print(Panel(shown, title="Held-out text (dim), continued by the model"))
+    before, after = printable(prompt[-80:]), printable(np.asarray(sample))
+    console.print(Panel(Text(before), title="Held-out text"))
+    console.print(Panel(Text(after), title="continued by the model"))
 
     layer = ", whole layer" if args.layer else ""
     title = f"Byte-level transformer, context {args.context}, {args.attention}{layer}"

@@ -5,31 +5,54 @@ import shutil
 import sys
 import textwrap
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 _RICH = importlib.util.find_spec("rich") is not None
 
 
-def progress(items: Iterable[T], total: int | None, description: str) -> Iterator[T]:
-    """Yields `items`, showing how far it has come: a bar on a terminal, else a line every ten seconds."""
+def progress(
+    items: Iterable[T], total: int | None, description: str, doing: Callable[[T], str] = lambda item: ""
+) -> Iterator[T]:
+    """Yields `items`, showing how far it has come, what runs, and how long it will take.
+
+    On a terminal it is a bar, else a line every ten seconds. `doing` says of the item at hand what runs.
+    """
     if not _RICH or not sys.stderr.isatty():
-        yield from _told(items, total, description)
+        yield from _told(items, total, description, doing)
         return
+    from rich import progress as bars
     from rich.console import Console
-    from rich.progress import track
 
-    yield from track(items, description, total=total, console=Console(stderr=True), transient=True)
+    left = bars.TimeRemainingColumn(elapsed_when_finished=True)
+    columns = (
+        "{task.description}",
+        bars.BarColumn(),
+        bars.MofNCompleteColumn(),
+        left,
+        "{task.fields[doing]}",
+    )
+    with bars.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(description, total=total, doing="")
+        for item in items:
+            bar.update(task, doing=doing(item))
+            yield item
+            bar.advance(task)
 
 
-def _told(items: Iterable[T], total: int | None, description: str) -> Iterator[T]:
+def _told(items: Iterable[T], total: int | None, description: str, doing: Callable[[T], str]) -> Iterator[T]:
     started = told = time.monotonic()
     for done, item in enumerate(items):
         now = time.monotonic()
         if now - told >= 10:
-            of = "" if total is None else f" of {total}"
-            print(f"{description}: {done}{of} after {now - started:.0f} s", file=sys.stderr, flush=True)
+            of = left = ""
+            if total is not None:
+                of = f" of {total}"
+                left = f", about {(total - done) * (now - started) / max(done, 1):.0f} s to go"
+            runs = f": {what}" if (what := doing(item)) else ""
+            line = f"{description}: {done}{of} after {now - started:.0f} s{left}{runs}"
+            print(line, file=sys.stderr, flush=True)
             told = now
         yield item
 
@@ -62,9 +85,14 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> 
 _said = [-10.0]  # when the last line of `status` was written
 
 
-def status(text: str) -> None:
-    """Writes what is done now: one line that is written over on a terminal, else a line every ten seconds."""
+def status(text: str, share: float | None = None) -> None:
+    """Writes what is done now: one line that is written over on a terminal, else a line every ten seconds.
+
+    `share` is how much of it is done, 0 to 1, drawn as a bar.
+    """
     now = time.monotonic()
+    if share is not None:
+        text = f"[{'#' * round(20 * share):.<20}] {text}"
     if sys.stderr.isatty():
         width = shutil.get_terminal_size().columns - 1
         print(f"\r{text[:width]:<{width}}\r", end="", file=sys.stderr, flush=True)

@@ -66,17 +66,21 @@ def plan(
 
 def _measured(jobs: Sequence[tuple[Operator, str, Case, str]]) -> Iterator[Measurement]:
     """Measures `jobs`, cases side by side, for most of the time goes into compiling."""
+    running: list[str] = []  # what threads are at
 
     def of_case(group: Sequence[tuple[Operator, str, Case, str]]) -> list[Measurement]:
         found: list[Measurement] = []
+        running.append(group[0][0].name)
         for operator, implementation, case, dtype in group:
             with jax.enable_x64(dtype == "float64"):
                 found += measure(operator, implementation, case, dtype)
+        running.remove(group[0][0].name)
         return found
 
     groups = [list(group) for _, group in itertools.groupby(jobs, lambda job: (job[0], job[2]))]
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
-        for found in console.progress(pool.map(of_case, groups), len(groups), "check"):
+        now = lambda found: ", ".join(sorted({*running}))
+        for found in console.progress(pool.map(of_case, groups), len(groups), "check", now):
             yield from found
 
 

@@ -121,7 +121,8 @@ class Workers:
     """One worker at a time: a new one after each that was lost."""
 
     def __init__(self, seconds: float):
-        self.deadline = time.monotonic() + seconds
+        self.started, self.seconds = time.monotonic(), seconds
+        self.deadline = self.started + seconds
         self._worker: Worker | None = None
 
     def ask(self, *job: str) -> dict[str, Any]:
@@ -129,7 +130,12 @@ class Workers:
         if time.monotonic() >= self.deadline:
             raise Late
         self._worker = self._worker or Worker(COMMAND)
-        see = lambda does: console.status(" ".join([*job[1:], does]))
+
+        def see(does: str) -> None:
+            elapsed = time.monotonic() - self.started
+            at_most = f"{elapsed:.0f} s of at most {self.seconds:.0f} s"
+            console.status(" ".join([at_most, *job[1:], does]), min(elapsed / self.seconds, 1.0))
+
         try:
             return self._worker.ask(job, self.deadline, see)
         except BaseException:

@@ -92,7 +92,8 @@ def main(argv: list[str] | None = None) -> int:
     report.write(path, context, rows, finished=False)
     chosen: dict[str, Any] = {"only": args.only} if args.only else {}
     chosen |= {"scaling": True} if args.scaling else {}
-    for workload in console.progress(make(args.quick, **chosen), None, f"bench {args.operator}"):
+    workloads = make(args.quick, **chosen)
+    for workload in console.progress(workloads, None, f"bench {args.operator}", lambda w: w.name):
         rows += measure(workload, args.repeats or 9)
         report.write(path, context, rows, finished=False)
     found = {"slopes": plots.slopes(rows)} if args.scaling else {}

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -219,3 +220,23 @@ def test_limits_of_gradients_in_cases_with_means_are_thrice_what_rounding_once_t
         least = float(jnp.finfo("bfloat16").eps) / 2
         expected = max(case.times.get(name, check.TIMES) * error, least)
         assert aim.limits[f"d{name}"] == pytest.approx(expected, rel=1e-3)
+
+
+def test_long_work_shows_what_runs_and_how_long_it_will_take(monkeypatch, capsys):
+    monkeypatch.setattr(console, "_RICH", False)
+    seconds = iter(range(0, 100, 6))
+    monkeypatch.setattr(console.time, "monotonic", lambda: float(next(seconds)))
+    assert list(console.progress("abcd", 4, "work", lambda item: f"at {item}")) == [*"abcd"]
+    assert capsys.readouterr().err == "work: 1 of 4 after 12 s, about 36 s to go: at b\n" + (
+        "work: 3 of 4 after 24 s, about 8 s to go: at d\n"
+    )
+    monkeypatch.setattr(console, "_said", [-10.0])
+    console.status("kernel", 0.5)
+    assert capsys.readouterr().err == "[##########..........] kernel\n"
+
+
+def test_the_package_lists_its_commands(capsys):
+    runpy.run_module("jax_attn_bwd", run_name="__main__")
+    told = capsys.readouterr().out
+    assert "python -m jax_attn_bwd.check --enable" in told
+    assert "explain(function" in told

@@ -62,7 +62,8 @@ def test_language_model_trains_and_plots(layer, tmp_path):
     printed = run(tmp_path, script, "--steps", "2", "--context", "32", *layer, "--out", tmp_path)
     for words in (
         r"held-out text: loss \d+\.\d+, unigram entropy \d+\.\d+ bits per byte",
-        r"Held-out text \(dim\), continued by the model",
+        r"step 2 of 2: training loss \d+\.\d+ bits per byte",
+        r"Held-out text(.|\n)*continued by the model",
         r"loss curve: \S*",
         r"One training step \(median\), context 32",
         r"jax\.nn / jax_attn_bwd",

@@ -62,6 +62,7 @@ def test_a_method_call_is_shown_and_bases_are_not():
         ("<p>init=&lt;function f></p>", "shows"),
         (r"<p>\frac{1}{2}</p>", "shows"),
         ("<p>a price of $x</p>", "shows"),
+        (r"<math><mo>\langle</mo></math>", "shows"),
         ("<p>## heading</p>", "shows"),
     ],
 )
