@@ -139,11 +139,11 @@ class Mild(NamedTuple):
     earlier: jax.Array
 
     def products(self, dot: Dot, x: jax.Array, y: jax.Array) -> jax.Array:
-        return jnp.where(~transposed(strictly_lower(x)), dot("id,jd", x * self.later, y * self.earlier), 0)
+        return jnp.where(~transposed(strictly_lower(x)), dot("id,jd", x * self.later, y * self.earlier), 0.0)
 
     def sums(self, dot: Dot, over: str, plane: jax.Array, x: jax.Array) -> jax.Array:
         read, others = (self.earlier, self.later) if over == EARLIER else (self.later, self.earlier)
-        return others * dot(over, jnp.where(strictly_lower(plane), plane, 0), x * read)
+        return others * dot(over, jnp.where(strictly_lower(plane), plane, 0.0), x * read)
 
 
 class Either(NamedTuple):
@@ -193,7 +193,7 @@ def decays(plan: Plan, log_decay: jax.Array, restarts: jax.Array | None) -> Deca
     restarts = is_zero if restarts is None else is_zero | restarts
     if plan.pairs in ("all halvings at once", "one product if mild"):
         return _of_channels_on_cpu(plan, log_decay, restarts)
-    g, axis = jnp.where(restarts, 0, log_decay), restarts.ndim - 2
+    g, axis = jnp.where(restarts, 0.0, log_decay), restarts.ndim - 2
     behind = jnp.concatenate([g[..., 1:, :], jnp.zeros_like(g[..., :1, :])], axis)
     # each difference of c is summed by itself: that of two sums would be off by the rounding of all of c
     c, left = lax.cumsum(g, axis), lax.cumsum(behind, axis, reverse=True)
@@ -234,7 +234,7 @@ def _of_channels_on_cpu(plan: Plan, log_decay: jax.Array, restarts: jax.Array) -
         return Decays(restarts, *outer, _all_halved(g, dot))
     from_middle = (since_start - to_end) / 2
     is_strong = any_of_batch(~(abs(lax.stop_gradient(from_middle)) <= _MILD).all())
-    from_middle = jnp.where(is_strong, 0, from_middle)  # else inf, whose cotangent of 0 would make NaN
+    from_middle = jnp.where(is_strong, 0.0, from_middle)  # else inf, whose cotangent of 0 would make NaN
     mild = Mild(jnp.exp(from_middle), jnp.exp(-from_middle))
     return Decays(restarts, *outer, Either(is_strong, mild, g))
 
@@ -276,7 +276,7 @@ def _masked(planes: jax.Array) -> jax.Array:
     token = np.arange(planes.shape[-1])
     halves = (token // size for size in _sizes(token.size))
     parts = np.stack([(n[:, None] % 2 == 1) & (n == n[:, None] - 1) for n in halves])
-    return jnp.where(to_rank(jnp.asarray(parts), planes.ndim), planes, 0)
+    return jnp.where(to_rank(jnp.asarray(parts), planes.ndim), planes, 0.0)
 
 
 def _added(x: jax.Array) -> jax.Array:
@@ -288,7 +288,7 @@ def _added(x: jax.Array) -> jax.Array:
 def between_pairs(x: jax.Array) -> jax.Array:
     """Returns the sums of x_t over j < t <= i, for each pair i, j: `[..., C, 1]` to `[..., C, C]`."""
     after = np.tril(np.ones((x.shape[-2],) * 2, x.dtype), -1)
-    up_to = jnp.where(to_rank(jnp.asarray(after.T == 0), x.ndim), transposed(x), 0)
+    up_to = jnp.where(to_rank(jnp.asarray(after.T == 0), x.ndim), transposed(x), 0.0)
     return jnp.matmul(up_to, after, precision=lax.Precision.HIGHEST)
 
 
@@ -297,4 +297,4 @@ def across_token(plane: jax.Array) -> jax.Array:
     after = np.tril(np.ones((plane.shape[-1],) * 2, plane.dtype), -1)
     found = jnp.matmul(plane, after.T, precision=lax.Precision.HIGHEST)
     up_to = to_rank(jnp.asarray(after.T == 0), plane.ndim)
-    return transposed(jnp.where(up_to, found, 0).sum(-2, keepdims=True))
+    return transposed(jnp.where(up_to, found, 0.0).sum(-2, keepdims=True))

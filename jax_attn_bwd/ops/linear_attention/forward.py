@@ -121,7 +121,7 @@ def inside(plan: Plan, own: Part) -> Inside:
 
 def kkt(dot: Dot, own: Part) -> jax.Array:
     """Returns <k_i, k_j>_G for j < i, else 0, A without b, `[m, ..., K, G, C, C]` of keys `[..., C, H]`."""
-    return jnp.where(strictly_lower(own.key), own.decays.pairs.products(dot, own.key, own.key), 0)
+    return jnp.where(strictly_lower(own.key), own.decays.pairs.products(dot, own.key, own.key), 0.0)
 
 
 def intra(dot: Dot, within: Inside, u: jax.Array) -> jax.Array:
