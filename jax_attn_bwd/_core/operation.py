@@ -6,6 +6,7 @@ what is differentiated, and the operation of both modes (`forward_mode`).
 """
 
 from collections.abc import Callable, Hashable
+from contextlib import ContextDecorator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import compress
@@ -13,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from jax_attn_bwd._core import checks, forward_mode
@@ -45,10 +47,11 @@ class Operation:
         both_modes = checks.flag(operator, "forward_mode", both_modes)
         if both_modes:
             forward_mode.require(operator)
+        run = self._run_in_both_modes if both_modes else self._run
         # Inside `jax.shard_map` JAX refuses rules with symbolic zeros unless a `jax.jit` is around them.
         if self.differentiable and jax.sharding.get_abstract_mesh().manual_axes:
-            return self._compiled[both_modes]
-        return self._run_in_both_modes if both_modes else self._run
+            run = self._compiled[both_modes]
+        return run if both_modes else _Remedy(operator)(run)
 
     @cached_property
     def _run(self) -> Any:
@@ -85,7 +88,28 @@ class Operation:
         outputs = jax.eval_shape(lambda operands: self.primal(static, operands), operands)
         types = tuple(jax.typeof(x) for x in args)
         rules = _FlatRules(self, static, tree, types, jax.tree.structure(outputs))
-        return jax.tree.unflatten(rules.out_tree, forward_mode.run(rules, args))
+        # `checkify` does not look into an operation, but for NaN in such a power, which compiles to nothing.
+        found = [
+            lax.integer_pow(x, 1) if jnp.issubdtype(x.dtype, jnp.floating) else x
+            for x in forward_mode.run(rules, args)
+        ]
+        return jax.tree.unflatten(rules.out_tree, found)
+
+
+class _Remedy(ContextDecorator):
+    """Tells the remedy in the error of JAX, or of a package, that cannot take a `custom_vjp`."""
+
+    def __init__(self, operator: str):
+        self.operator = operator
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if kind in (TypeError, NotImplementedError) and "custom_vjp" in str(error):
+            remedy = "with forward_mode=True the call has a rule for forward mode, too"
+            if remedy not in str(error):
+                raise kind(f"{error}\n{self.operator}: {remedy}") from error
 
 
 @dataclass(frozen=True)

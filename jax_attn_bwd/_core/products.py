@@ -51,6 +51,15 @@ _ROUNDED = {  # products whose kernels round wide factors as they read them; TF3
     "bfloat16": lax.DotAlgorithmPreset.BF16_BF16_F32,
     "float16": lax.DotAlgorithmPreset.TF32_TF32_F32,
 }
+_DOT_GENERAL, _CODE = lax.dot_general, lax.dot_general.__code__
+
+
+def are_replaced() -> bool:
+    """Tells whether a tool has put another function, or other code, in the place of `lax.dot_general`.
+
+    So does qwix, which quantises layers and gives them LoRA parameters.
+    """
+    return lax.dot_general is not _DOT_GENERAL or lax.dot_general.__code__ is not _CODE
 
 
 def factor_dtype(wide: Any, narrow: Any) -> Any:

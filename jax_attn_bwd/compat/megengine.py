@@ -60,6 +60,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_attn_bwd._core import checks, numerics
 from jax_attn_bwd._core.trees import exportable_tuple
@@ -248,7 +249,7 @@ def multi_head_attention_backward(
     wanted = checks.wanted(_BACKWARD, wrt, tuple(given), present)
     if grad_weights is not None and not need_weights:
         expected = "be None without need_weights=True: there are no weights"
-        got = f"shape {jnp.shape(grad_weights)}"
+        got = f"shape {np.shape(grad_weights)}"
         raise ValueError(checks.message(_BACKWARD, "grad_weights", expected, got))
     # `io_weight_bias` asks for every kernel and bias, a mask that is added for the bias of the logits.
     kernels = [n for n, x in call.params._asdict().items() if x is not None and n not in ("bias_k", "bias_v")]
@@ -266,7 +267,7 @@ def multi_head_attention_backward(
     for name in set(wanted) & set(_MASKS):
         found[name] = numerics.reduce_to(grads.bias, _plane(call, name, given[name]))
     shaped = {
-        n: x.reshape(jnp.shape(given[n])).astype(given[n].dtype) for n, x in found.items() if n in wanted
+        n: x.reshape(np.shape(given[n])).astype(given[n].dtype) for n, x in found.items() if n in wanted
     }
     return MultiHeadAttnGrads(**shaped)
 

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any, Never, Unpack
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jax_attn_bwd._core import checks, dropout, keywords, masks
@@ -221,7 +220,7 @@ def _by_rope(rope: Any, positions: Any, query: jax.Array, key: jax.Array) -> tup
         if positions is not None:
             expected = "be given together with rope, which turns queries and keys by them"
             remedy = "configure it: configured_attention_fn(rope=nnx.RoPE())"
-            got = f"shape {jnp.shape(positions)} and rope=None"
+            got = f"shape {np.shape(positions)} and rope=None"
             raise ValueError(checks.message(_NAME, "input_positions", expected, got, remedy))
         return query, key
     rotate = jax.vmap(lambda x: rope(x, positions), in_axes=-2, out_axes=-2)

@@ -176,9 +176,9 @@ def sampling_locations(
     config: Config, linears: Linears, query: jax.Array, reference_points: jax.Array, spatial_shapes: Any
 ) -> jax.Array:
     """Computes `[..., Q, M, K, 2]`, (x, y), float32 or wider: where each head looks for each query."""
-    if config.unbatched and jnp.ndim(query) != 2:
+    if config.unbatched and np.ndim(query) != 2:
         remedy = "for a batch use jax.vmap"
-        raise ValueError(checks.message(_NAME, "query", "have shape [Q, C]", jnp.shape(query), remedy))
+        raise ValueError(checks.message(_NAME, "query", "have shape [Q, C]", np.shape(query), remedy))
     levels = _levels(config, spatial_shapes)
     # Points [..., Q, K or 1, 2 or 4] and offsets [..., Q, M, K, 2] in the wider dtype of both.
     query = checks.floating(_NAME, "query", query)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax.core import meta
 
-from jax_attn_bwd._core import checks, keywords
+from jax_attn_bwd._core import checks, keywords, products
 from jax_attn_bwd._core.rotary import Rotary
 from jax_attn_bwd._core.types import Fill, Implementation, Integers, PaddingMode, SamplingMethod, Save
 from jax_attn_bwd.layers import deformable, multi_head
@@ -144,7 +144,7 @@ class MultiHeadDotProductAttention(keywords.ChecksNames, nn.MultiHeadDotProductA
     @nn.nowrap
     def _is_whole(self) -> bool:
         """Tells whether nothing stands between projections and attention, or replaces a part."""
-        if self.decode or self.normalize_qk or self._einsums():
+        if self.decode or self.normalize_qk or self._einsums() or products.are_replaced():
             return False
         names = ("qkv_dot_general", "out_dot_general", "qkv_dot_general_cls", "out_dot_general_cls")
         return self.attention_fn is _own_attention and all(getattr(self, name) is None for name in names)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn import dtypes
 
-from jax_attn_bwd._core import backend, checks, keywords, masks
+from jax_attn_bwd._core import backend, checks, keywords, masks, products
 from jax_attn_bwd._core.rotary import Rotary
 from jax_attn_bwd._core.types import Implementation, Integers, Save
 from jax_attn_bwd.layers import deformable, multi_head
@@ -245,8 +245,8 @@ class MultiHeadAttention(nnx.MultiHeadAttention, keywords.ChecksNames):
             and x.promote_dtype is dtypes.promote_dtype
             for x in linears
         )
-        # `nnx.tabulate` wraps the calls of linear layers to tell of them
-        plain = plain and nnx.LinearGeneral.__call__ is _linear_call
+        # `nnx.tabulate` wraps the calls of linear layers to tell of them, qwix replaces their products
+        plain = plain and nnx.LinearGeneral.__call__ is _linear_call and not products.are_replaced()
         return self.attention_fn is _own_attention and plain and not self.normalize_qk
 
     def _projected(self, *inputs: Any, tokens: Tokens, decode: Any, **arguments: Any) -> Any:

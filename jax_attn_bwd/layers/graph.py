@@ -77,6 +77,7 @@ from typing import Any, NamedTuple, TypedDict
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_attn_bwd._core import checks
 from jax_attn_bwd._core.numerics import accumulator_dtype, to_rank
@@ -169,7 +170,7 @@ class Config:
             checks.choice(self.kind, "fill_value", self.fill_value, FILLS)
         elif checks.is_array(self.fill_value):
             expected = f"be a number or one of {FILLS}"
-            got = f"an array of shape {jnp.shape(self.fill_value)}"
+            got = f"an array of shape {np.shape(self.fill_value)}"
             remedy = (
                 "add the loops before: graph, edge_attr = graph.with_self_loops(edge_attr, "
                 "fill_value=fill_value), with add_self_loops=False"

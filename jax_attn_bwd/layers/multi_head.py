@@ -62,15 +62,16 @@ that a cache has room for.
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypedDict
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from jax_attn_bwd._core import checks
+from jax_attn_bwd._core import checks, products
 from jax_attn_bwd._core.numerics import to_rank
 from jax_attn_bwd._core.rotary import Rotary, checked, rotate
 from jax_attn_bwd._core.types import Implementation
@@ -139,7 +140,8 @@ def attend(
 ) -> jax.Array:
     """Calls `multi_head_attention` in one dtype: `dtype`, or what inputs and parameters promote to.
 
-    `inputs` are query, key and value; `dropout_key` None means no dropout.
+    `inputs` are query, key and value; `dropout_key` None means no dropout. Where a tool has replaced
+    `jax.lax.dot_general`, the projections are such products around `dot_product_attention`.
     """
     (query, key, value), arrays = inputs, promote(dtype, *inputs, *params)
     # An array given twice is kept once.
@@ -147,7 +149,19 @@ def attend(
     v = None if value is key else arrays[2]
     params = MultiHeadAttentionParams(*arrays[3:])
     options |= dict(dropout_rate=0.0 if dropout_key is None else dropout_rate, dropout_key=dropout_key)
+    if products.are_replaced():
+        return _attend_between_products(params, arrays[:3], **options)
     return multi_head_attention(params, arrays[0], k, v, **options)
+
+
+def _attend_between_products(
+    params: MultiHeadAttentionParams, inputs: list[jax.Array], *, rotary: Rotary | None, save: Any = None,
+    precision: Any = None, **options: Any,
+) -> jax.Array:  # fmt: skip
+    """Computes what `multi_head_attention` does, each projection a `lax.dot_general` of this function."""
+    q, k, v = _projected(params, inputs, precision)
+    q, k = rotated("attend", rotary, q, k, options["query_positions"], options["key_value_positions"])
+    return _joined(params, dot_product_attention(q, k, v, precision=precision, **options), precision)
 
 
 def is_causal(layer: str, built: bool, called: Any) -> bool:
@@ -167,7 +181,7 @@ def check_values(layer: str, query: jax.Array, key: jax.Array | None, value: jax
     """Raises for a mask that is handed over by position, as a third array, and warns where it may be one."""
     if value is None or value is query or value is key:
         return
-    remedy, shape = "a mask is given by name: mask=mask", jnp.shape(value)
+    remedy, shape = "a mask is given by name: mask=mask", np.shape(value)
     if jnp.issubdtype(jnp.result_type(value), jnp.bool_):
         raise TypeError(checks.message(layer, "inputs_v", "be numbers", "dtype bool", remedy))
     if shape[-2:-1] == shape[-1:]:
@@ -255,7 +269,7 @@ def with_token_arguments(layer: str, attention: Callable[..., Any], tokens: Toke
     for name, x in given.items():
         if not (takes_all or name in parameters):
             expected = "be left out with an attention_fn that has no argument of this name"
-            got = f"shape {jnp.shape(x)}" if checks.is_array(x) else f"a {type(x).__name__}"
+            got = f"shape {np.shape(x)}" if checks.is_array(x) else f"a {type(x).__name__}"
             raise TypeError(checks.message(layer, name, expected, got, "use jax_attn_bwd.attention_fn"))
     return partial(attention, **given)
 
@@ -333,8 +347,7 @@ def decode(
             raise ValueError(checks.message(layer, name, expected, x.shape))
     check_room(layer, length, cache.tokens, T)
     # The new tokens are projected, and their keys and values written behind those in the cache.
-    pairs = zip(params[0:6:2], params[1:6:2], strict=True)  # (kernel, bias) of query, key and value
-    q, *new = (_heads(x, *pair, precision) for x, pair in zip((query, key, value), pairs, strict=True))
+    q, *new = _projected(params, (query, key, value), precision)
     for name, x, held in zip(("key", "value"), new, cache[:2], strict=True):
         size = (*held.shape[:-3], T, *held.shape[-2:])
         if x.shape != size:
@@ -358,18 +371,26 @@ def decode(
     options |= dict(query_positions=query_positions, key_value_positions=key_value_positions)
     options |= dict(key_value_seq_lengths=jnp.minimum(limit, length), precision=precision)
     out = dot_product_attention(q, k, v, mask=mask, **options)
-    # Heads are projected to the output.
-    out, kernel, bias = promote(None, out, params.out_kernel, params.out_bias)
-    out = jnp.einsum("...nh,nhe->...e", out, kernel, precision=precision)
-    out = out if bias is None else out + to_rank(bias, out.ndim)
-    return within_room(out, length, end), filled
+    return within_room(_joined(params, out, precision), length, end), filled
 
 
-def _heads(x: jax.Array, kernel: Any, bias: Any, precision: Any) -> jax.Array:
-    """Projects `[..., T, E]` to `[..., T, N, H]`."""
+def _projected(params: MultiHeadAttentionParams, inputs: Sequence[jax.Array], precision: Any) -> list[Any]:
+    """Projects query, key and value, `[..., T, E]` each, to heads `[..., T, N, H]`."""
+    pairs = zip(params[0:6:2], params[1:6:2], strict=True)  # (kernel, bias)
+    return [_mapped(x, *pair, 1, precision) for x, pair in zip(inputs, pairs, strict=True)]
+
+
+def _joined(params: MultiHeadAttentionParams, heads: jax.Array, precision: Any) -> jax.Array:
+    """Projects heads `[..., T, N, Hv]` to the output `[..., T, Eo]`."""
+    return _mapped(heads, params.out_kernel, params.out_bias, 2, precision)
+
+
+def _mapped(x: jax.Array, kernel: Any, bias: Any, summed: int, precision: Any) -> jax.Array:
+    """Multiplies with a kernel, over so many of the last axes of `x`, and adds the bias."""
     x, kernel, bias = promote(None, x, kernel, bias)
-    heads = jnp.einsum("...e,enh->...nh", x, kernel, precision=precision)
-    return heads if bias is None else heads + to_rank(bias, heads.ndim)
+    axes = tuple(range(x.ndim - summed, x.ndim)), tuple(range(summed))
+    y = lax.dot_general(x, kernel, (axes, ((), ())), precision)
+    return y if bias is None else y + to_rank(bias, y.ndim)
 
 
 def _written(x: jax.Array, to: jax.Array, index: jax.Array) -> jax.Array:

@@ -21,8 +21,9 @@ import numpy as np
 
 from jax_attn_bwd._core import checks
 
-# PyTorch Geometric keeps two that it does not use (`share_weights`, no `root_weight`), RT-DETRv2 a constant.
-_UNUSED = {"lin_r", "lin_skip", "num_points_scale"}
+# PyTorch Geometric keeps two that it does not use (`share_weights`, no `root_weight`), RT-DETRv2 a constant,
+# which has another name in `transformers`.
+_UNUSED = {"lin_r", "lin_skip", "num_points_scale", "n_points_scale"}
 
 
 def from_torch(state: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -15,6 +15,7 @@ from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -81,7 +82,7 @@ def prepare(
                 name = f"{argument}_segment_ids with lengths"
                 checks.integers(operator, name, x, HIDDEN_KEY + 1, HIDDEN_QUERY - 1)
     # the rest is checked as that of one device; planes are cut to its rows, or are of its keys
-    T, S = (jnp.shape(x)[-3] if jnp.ndim(x) > 2 else 1 for x in (query, key))
+    T, S = (np.shape(x)[-3] if np.ndim(x) > 2 else 1 for x in (query, key))
     options, operands = dot_product.prepare(
         operator, query, key, value, None, None, query_segment_ids=query_segment_ids,
         key_value_segment_ids=key_value_segment_ids, query_positions=query_positions,
@@ -148,7 +149,7 @@ def _of_layout(operator: str, layout: str, n: int, device, given, *tokens: Any) 
     if any(x is not None for x in given.values()):
         expected = f"be left out with layout={layout!r}, which tells them"
         raise ValueError(checks.message(operator, "positions", expected, "both"))
-    lengths = [jnp.shape(x)[-3] if jnp.ndim(x) > 2 else 0 for x in tokens]
+    lengths = [np.shape(x)[-3] if np.ndim(x) > 2 else 0 for x in tokens]
     return [layouts.positions(operator, layout, n, device, length) for length in lengths]
 
 
@@ -156,9 +157,9 @@ def _narrow(operator: str, ids: dict[str, Any], tokens: tuple[Any, Any], axis_na
     """Ranks traced segment ids of a wider dtype: int32 that are equal where they are, on all devices."""
     device, rows, lengths = lax.axis_index(axis_name), [], []
     for (argument, x), of in zip(ids.items(), tokens, strict=True):
-        x, length = checks.integers(operator, argument, x), jnp.shape(of)[-3] if jnp.ndim(of) > 2 else 1
-        checks.broadcasts(operator, argument, x, "[..., length]", (*jnp.shape(of)[:-3], length))
-        rows.append(whole_rows(axis_name, jnp.broadcast_to(x, (*jnp.shape(of)[:-3], length))))
+        x, length = checks.integers(operator, argument, x), np.shape(of)[-3] if np.ndim(of) > 2 else 1
+        checks.broadcasts(operator, argument, x, "[..., length]", (*np.shape(of)[:-3], length))
+        rows.append(whole_rows(axis_name, jnp.broadcast_to(x, (*np.shape(of)[:-3], length))))
         lengths.append(length)
     found = zip(numerics.ranks(*rows), lengths, strict=True)
     return [lax.dynamic_slice_in_dim(x, device * length, length, x.ndim - 1) for x, length in found]

@@ -23,6 +23,7 @@ from typing import Any, Literal, NamedTuple, Unpack, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
@@ -218,7 +219,7 @@ def _run(
     wants_final = checks.flag(name, "return_final_state", return_final_state)
     implementation, forward_mode = given.pop("implementation"), given.pop("forward_mode")
     lengths, value = given["seq_lengths"], tokens[2]
-    T = jnp.shape(value)[-3] if jnp.ndim(value) > 2 else 0
+    T = np.shape(value)[-3] if np.ndim(value) > 2 else 0
     if lengths is not None:
         lengths = saturated(checks.integers(name, "seq_lengths", lengths, 0, n * T))
         given["seq_lengths"] = jnp.clip(lengths - device * T, 0, T)

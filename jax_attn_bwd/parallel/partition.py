@@ -23,7 +23,7 @@ _FEW = 16  # rows whose transfer takes no longer than its start
 def rows_at(x: jax.Array, index: Any) -> jax.Array:
     """Reads the rows of `x` at `index`, which has none twice; 0 past the end."""
     if not x.shape[0]:  # a gather needs a row to clamp to
-        return jnp.zeros((*jnp.shape(index), *x.shape[1:]), x.dtype)
+        return jnp.zeros((*np.shape(index), *x.shape[1:]), x.dtype)
     return x.at[index].get(mode="fill", fill_value=0, unique_indices=True)
 
 

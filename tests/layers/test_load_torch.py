@@ -100,7 +100,8 @@ def test_graph_layers(framework):
 def test_deformable_attention(framework):
     cases = deformable_cases
     tree = from_torch(cases.torch_state(np.random.default_rng(0)))
-    state = torch_state(tree) | {f"{PREFIX}num_points_scale": np.ones(3)}
+    constants = ("num_points_scale", "n_points_scale")  # RT-DETRv2's own, and in transformers
+    state = torch_state(tree) | {f"{PREFIX}{name}": np.ones(3) for name in constants}
     query, points, value, _ = cases.inputs(np.random.default_rng(0))
     width = {
         "flax_linen": "features",

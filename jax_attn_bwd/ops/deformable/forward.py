@@ -15,6 +15,7 @@ from jax import lax
 
 from jax_attn_bwd._core import fusion, split
 from jax_attn_bwd._core.numerics import total
+from jax_attn_bwd._core.remat import checkpoint
 from jax_attn_bwd._core.sharding import full_like_operands, tie
 from jax_attn_bwd.ops.deformable import sampling
 from jax_attn_bwd.ops.deformable.plan import QUERY_AXES, Plan, with_all_pixels
@@ -99,7 +100,7 @@ def sum_over_points(
     zeros = full_like_operands(like, shape, 0, dtype, reads)
     in_front = tuple(sampling.points_in_front(x, loops.on_all_cores) for x in along)
     points = (options.levels(), sampling.samples(options, operands, loops.on_all_cores), in_front)
-    out, _ = lax.scan(jax.checkpoint(add_point, prevent_cse=False), zeros, points)
+    out, _ = lax.scan(checkpoint(add_point, prevent_cse=False), zeros, points)
     out = out.transpose(0, 2, 1, 3) if loops.on_all_cores else out
     return out.reshape(B, Q, M * D).astype(operands.value.dtype)
 

@@ -16,6 +16,7 @@ from jax import lax
 from jax_attn_bwd._core import fusion
 from jax_attn_bwd._core.numerics import ceil_div, total
 from jax_attn_bwd._core.products import sum_of_products
+from jax_attn_bwd._core.remat import checkpoint
 from jax_attn_bwd._core.sharding import full_like_operands
 from jax_attn_bwd.ops.deformable import sampling
 from jax_attn_bwd.ops.deformable.sampling import Corners, Pixels, Samples
@@ -124,7 +125,7 @@ def point_by_point(
 
     # the points come in front: [K, B, M, Q] or [K, B, Q, M]
     points = (options.levels(), sampling.samples(options, operands, heads_first=by_channel))
-    _, found = lax.scan(jax.checkpoint(of_point, prevent_cse=False), None, points)
+    _, found = lax.scan(checkpoint(of_point, prevent_cse=False), None, points)
     return jax.tree.map(lambda x: x.transpose((1, 3, 2, 0) if by_channel else (1, 2, 3, 0)), found)
 
 

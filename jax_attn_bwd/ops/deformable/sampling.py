@@ -120,7 +120,7 @@ def probabilities(logits: jax.Array) -> jax.Array:
     top = lax.stop_gradient(logits.max(-1, keepdims=True, initial=-jnp.inf))
     terms = jnp.exp(logits - finite(top))
     total = terms.sum(-1, keepdims=True)
-    return terms / jnp.where(total == 0, 1, total)
+    return terms / jnp.where(total == 0, 1.0, total)
 
 
 def points(options: Options, operands: Operands) -> Samples:
@@ -173,7 +173,7 @@ def read_corners(value: jax.Array, corners: Corners, dtype: Any) -> tuple[jax.Ar
     last = len(table) - 1
     inside = corners.rows <= last
     rows = table.at[jnp.minimum(corners.rows, last)].get(mode="promise_in_bounds")
-    return jnp.where(inside[..., None], rows, 0).astype(dtype), inside
+    return jnp.where(inside[..., None], rows, 0.0).astype(dtype), inside
 
 
 def on_all_cores(level: Level) -> Level:
@@ -195,7 +195,7 @@ def locate(options: Options, level: Level, x: jax.Array, y: jax.Array) -> Locati
     x, dx, x_counts, x_between = _coordinate(options, x, level.width)
     y, dy, y_counts, y_between = _coordinate(options, y, level.height)
     counts = x_counts & y_counts
-    x, y = jnp.where(counts, x, 0), jnp.where(counts, y, 0)
+    x, y = jnp.where(counts, x, 0.0), jnp.where(counts, y, 0.0)
     column, row = _floor(x), _floor(y)
     return Location(
         counts, column, row, x - column.astype(x.dtype), y - row.astype(y.dtype), x_between, y_between, dx, dy
@@ -241,7 +241,7 @@ def _coordinate(options: Options, location: jax.Array, size: Any) -> tuple:
     if options.padding_mode == "border":
         free = (at >= 0) & (at < size - 1)
         clamped = lax.stop_gradient(jnp.clip(at, 0, size - 1))
-        return jnp.where(free, at, clamped), jnp.where(free, size, 0), finite, free
+        return jnp.where(free, at, clamped), jnp.where(free, size, 0.0), finite, free
     return at, size, (at > -1) & (at < size), True
 
 
@@ -261,7 +261,7 @@ def fractions(at: Pixels) -> tuple[jax.Array, ...]:
 
 def scales(at: Pixels, weight: jax.Array) -> tuple[jax.Array, ...]:
     """Returns each corner's fraction of the weight, 0 where the point is skipped."""
-    weight = jnp.where(at.counts, weight, 0)
+    weight = jnp.where(at.counts, weight, 0.0)
     return tuple(fraction * weight for fraction in fractions(at))
 
 
@@ -308,4 +308,4 @@ def read_level(planes: jax.Array, pixel: jax.Array, dtype: Any) -> jax.Array:
 
 
 def _inside(rows: jax.Array, pixel: jax.Array, pixels: int, dtype: Any) -> jax.Array:
-    return jnp.where((pixel < pixels)[..., None], rows.astype(dtype), 0)
+    return jnp.where((pixel < pixels)[..., None], rows.astype(dtype), 0.0)

@@ -20,6 +20,7 @@ blocks, all that is left of its first run from there on.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -28,6 +29,7 @@ import numpy as np
 from jax import lax
 
 from jax_attn_bwd._core import fusion
+from jax_attn_bwd._core.remat import checkpoint
 from jax_attn_bwd._core.sharding import full_like_operands
 from jax_attn_bwd.ops.deformable import sampling
 from jax_attn_bwd.ops.deformable.sampling import BLOCK, Corners, Location, Pixels, Samples
@@ -48,7 +50,7 @@ def point_by_point(options: Options, operands: Operands, dout: jax.Array) -> jax
     value = operands.value
     zeros = full_like_operands(value, value.shape, 0, dout.dtype, (operands, dout))
     points = (options.levels(), sampling.samples(options, operands))
-    return lax.scan(jax.checkpoint(add_point, prevent_cse=False), zeros, points)[0]
+    return lax.scan(checkpoint(add_point, prevent_cse=False), zeros, points)[0]
 
 
 def in_any_order(options: Options, operands: Operands, dout: jax.Array) -> jax.Array:
@@ -224,7 +226,7 @@ def _add_pairs(dvalue: jax.Array, pairs: Pairs, rows: jax.Array) -> jax.Array:
         return dvalue, None
 
     starts = pairs._replace(upper=pairs.upper * D, lower=pairs.lower * D)
-    return lax.scan(jax.checkpoint(add_point, prevent_cse=False), dvalue, starts)[0]
+    return lax.scan(checkpoint(add_point, prevent_cse=False), dvalue, starts)[0]
 
 
 def _without_padding(options: Options, dvalue: jax.Array) -> jax.Array:
@@ -282,7 +284,7 @@ def in_runs(options: Options, operands: Operands, dout: jax.Array) -> jax.Array:
             shape = (B, sum(height * width for height, width in shapes), M, D)
             parts.append(full_like_operands(operands.value, shape, 0, dout.dtype, (samples, dout)))
         else:
-            parts.append(jax.checkpoint(_of_levels, static_argnums=0)(of_group, taken, dout))
+            parts.append(checkpoint(partial(_of_levels, of_group))(taken, dout))
     return jnp.concatenate(parts, axis=1)
 
 

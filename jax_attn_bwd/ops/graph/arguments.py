@@ -3,7 +3,7 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 
 from jax_attn_bwd._core import checks, dropout, head_scale, sharding, split
 from jax_attn_bwd._core.numerics import accumulator_dtype, to_rank
@@ -151,7 +151,7 @@ def check_graph(operator: str, graph: Any) -> BipartiteCSC:
     """Checks that `graph` is one `BipartiteCSC`, not a stack of them."""
     remedy = "build one with BipartiteCSC.from_edge_index, from_coo or from_csc"
     graph = checks.instance(operator, "graph", graph, BipartiteCSC, remedy)
-    if (stack := jnp.shape(graph.offsets)[:-1]) != ():
+    if (stack := np.shape(graph.offsets)[:-1]) != ():
         remedy = "map over it by jax.vmap of the call"
         raise ValueError(
             checks.message(operator, "graph", "be one graph", f"a stack of {stack} graphs", remedy)

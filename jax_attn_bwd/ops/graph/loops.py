@@ -30,6 +30,7 @@ import numpy as np
 from jax import lax
 
 from jax_attn_bwd._core import fusion
+from jax_attn_bwd._core.remat import checkpoint
 from jax_attn_bwd._core.sharding import full_like_operands
 from jax_attn_bwd._core.split import join
 from jax_attn_bwd.ops.graph.groups import RUN, Groups, Level
@@ -340,7 +341,7 @@ def scan(
         return carry
 
     # in a loop over the chunks, which lie along a first axis
-    share = jax.checkpoint(share, prevent_cse=False)
+    share = checkpoint(share, prevent_cse=False)
     axis = int(groups.other.shape[1] > 1)  # of the groups
 
     def step(carry, xs):

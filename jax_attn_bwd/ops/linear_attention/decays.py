@@ -214,7 +214,7 @@ def decays(plan: Plan, log_decay: jax.Array, restarts: jax.Array | None) -> Deca
     restarts = is_zero if restarts is None else is_zero | restarts
     if plan.pairs == "all halvings at once":
         return _of_channels_on_cpu(plan, log_decay, restarts)
-    g, axis = jnp.where(restarts, 0, log_decay), restarts.ndim - 2
+    g, axis = jnp.where(restarts, 0.0, log_decay), restarts.ndim - 2
     behind = beside(g, 1)
     # each difference of c is summed by itself: that of two sums would be off by the rounding of all of c
     c, left = lax.cumsum(g, axis), lax.cumsum(behind, axis, reverse=True)
@@ -313,7 +313,7 @@ def _masked(planes: jax.Array) -> jax.Array:
     token = np.arange(planes.shape[-1])
     halves = (token // size for size in _sizes(token.size))
     parts = np.stack([(n[:, None] % 2 == 1) & (n == n[:, None] - 1) for n in halves])
-    return jnp.where(to_rank(jnp.asarray(parts), planes.ndim), planes, 0)
+    return jnp.where(to_rank(jnp.asarray(parts), planes.ndim), planes, 0.0)
 
 
 def _added(x: jax.Array) -> jax.Array:
@@ -325,7 +325,7 @@ def _added(x: jax.Array) -> jax.Array:
 def between_pairs(x: jax.Array) -> jax.Array:
     """Returns the sums of x_t over j < t <= i, for each pair i, j: `[..., C, 1]` to `[..., C, C]`."""
     after = np.tril(np.ones((x.shape[-2],) * 2, x.dtype), -1)
-    up_to = jnp.where(to_rank(jnp.asarray(after.T == 0), x.ndim), transposed(x), 0)
+    up_to = jnp.where(to_rank(jnp.asarray(after.T == 0), x.ndim), transposed(x), 0.0)
     return jnp.matmul(up_to, after, precision=lax.Precision.HIGHEST)
 
 
@@ -334,4 +334,4 @@ def across_token(plane: jax.Array) -> jax.Array:
     after = np.tril(np.ones((plane.shape[-1],) * 2, plane.dtype), -1)
     found = jnp.matmul(plane, after.T, precision=lax.Precision.HIGHEST)
     up_to = to_rank(jnp.asarray(after.T == 0), plane.ndim)
-    return transposed(jnp.where(up_to, found, 0).sum(-2, keepdims=True))
+    return transposed(jnp.where(up_to, found, 0.0).sum(-2, keepdims=True))

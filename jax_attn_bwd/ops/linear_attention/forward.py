@@ -162,7 +162,7 @@ def _with_erase_keys(dot: Dot, own: Part, query: jax.Array, found: Inside) -> In
 
 def kkt(dot: Dot, own: Part, x: jax.Array, y: jax.Array) -> jax.Array:
     """Returns <x_i, y_j>_G for j < i, else 0: A without b, `[m, ..., K, G, C, C]` of keys `[..., C, H]`."""
-    return jnp.where(strictly_lower(x), own.decays.pairs.products(dot, x, y), 0)
+    return jnp.where(strictly_lower(x), own.decays.pairs.products(dot, x, y), 0.0)
 
 
 def intra(dot: Dot, within: Inside, value: jax.Array, u: jax.Array) -> jax.Array:

@@ -65,7 +65,7 @@ def rows(x: jax.Array) -> jax.Array:
 def tokens(plan: Plan, operands: Operands) -> TokenRows:
     """Returns what is told of each token; what lies beyond the lengths is not read."""
     seen, restarts, beta = seen_tokens(operands), operands.restarts, operands.beta
-    clean = lambda x: split(plan, x if seen is None else jnp.where(seen, x, 0))
+    clean = lambda x: split(plan, x if seen is None else jnp.where(seen, x, 0.0))
     if restarts is not None:
         restarts = restarts[..., None, None]
         restarts = split(plan, restarts if seen is None else seen & restarts)
@@ -113,7 +113,7 @@ def like_operand(operands: Operands, name: str, x: jax.Array) -> jax.Array:
     """Returns the gradient `[g, ..., m C, N, X]` of an operand of tokens in the shape of the operand."""
     given, T = getattr(operands, name), operands.value.shape[-3]
     x, seen = join(x, T), seen_tokens(operands)
-    x = x if seen is None else jnp.where(seen, x, 0)
+    x = x if seen is None else jnp.where(seen, x, 0.0)
     if given.ndim == 1:
         return x.sum((*range(x.ndim - 2), -1))
     return x if given.ndim == x.ndim else x[..., 0]

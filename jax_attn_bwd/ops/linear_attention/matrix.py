@@ -118,7 +118,7 @@ def solve(dot: Dot, plane: jax.Array) -> jax.Array:
     while half < size:
         row, column = number[:, None] // half, number[None] // half
         is_between = to_rank(jnp.asarray((row % 2 == 1) & (column == row - 1)), diagonal.ndim)
-        between = jnp.where(is_between, diagonal, 0)
+        between = jnp.where(is_between, diagonal, 0.0)
         found = found - (between if half == 1 else dot(found, dot(between, found)))
         half *= 2
     # then what is between two of them, four, ...

@@ -126,7 +126,7 @@ def _top(plan, z, sink) -> tuple[jax.Array, jax.Array | None]:
     axis, z = plan.options.axis % z.ndim, lax.stop_gradient(z)
     least = jnp.asarray(jnp.finfo(z.dtype).min, z.dtype)
     if sink is None:
-        return jnp.expand_dims(lax.reduce(jnp.maximum(z, least), least, lax.max, (axis,)), axis), None
+        return jnp.expand_dims(lax.reduce(jnp.maximum(z, least), -jnp.inf, lax.max, (axis,)), axis), None
     top = z.max(axis, keepdims=True, initial=-jnp.inf)
     return jnp.maximum(top, least), top != -jnp.inf
 

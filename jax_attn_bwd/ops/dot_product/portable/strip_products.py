@@ -54,7 +54,7 @@ def _greatest_and_sum(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
     """
     least = jnp.asarray(jnp.finfo(logits.dtype).min, logits.dtype)
     fixed = lax.stop_gradient(logits)
-    greatest = lax.reduce(jnp.maximum(fixed, least), least, lax.max, (logits.ndim - 1,))
+    greatest = lax.reduce(jnp.maximum(fixed, least), -jnp.inf, lax.max, (logits.ndim - 1,))
     l = jnp.exp(logits - greatest[..., None]).sum(-1, keepdims=True)
     m = -lax.reduce(-fixed, jnp.asarray(jnp.inf, logits.dtype), lax.min, (logits.ndim - 1,))
     is_first = to_rank(jnp.arange(2) == 0, logits.ndim)

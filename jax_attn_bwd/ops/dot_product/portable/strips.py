@@ -53,6 +53,7 @@ from jax.sharding import PartitionSpec
 from jax_attn_bwd._core import fusion, masks
 from jax_attn_bwd._core.numerics import accumulator_dtype, any_of_batch, to_rank
 from jax_attn_bwd._core.pallas import on_local_shards, vary_alike
+from jax_attn_bwd._core.remat import checkpoint
 from jax_attn_bwd._core.sharding import explicit_spec, full_like_operands, match_type, varying
 from jax_attn_bwd.ops.dot_product import layout, row_terms, visibility
 from jax_attn_bwd.ops.dot_product.clean_operands import unpoisoned
@@ -511,9 +512,9 @@ def _walk(source: StripSource, axis: int, run: Callable[..., Any], sums: Any, fo
     def meeting(blocks, i, sums):  # finds its place itself: outside, that would be kernels of their own
         return run(*place(i), Stretch(at(first, i) * other, blocks * other), sums)
 
-    @partial(jax.checkpoint, prevent_cse=False)
+    @partial(checkpoint, prevent_cse=False)
     def narrowest(i, sums):
-        branches = [jax.checkpoint(partial(meeting, blocks)) for blocks in widths]
+        branches = [checkpoint(partial(meeting, blocks)) for blocks in widths]
         return lax.switch(at(width, i), branches, i, sums)
 
     # What it computes is written at its own tokens.

@@ -29,6 +29,7 @@ from jax_attn_bwd._core import fusion, split, trees
 from jax_attn_bwd._core.numerics import accumulator_dtype, moved, reduce_to, rounding_of
 from jax_attn_bwd._core.pallas import vary_alike
 from jax_attn_bwd._core.products import product
+from jax_attn_bwd._core.remat import checkpoint
 from jax_attn_bwd._core.sharding import full_like_operands
 from jax_attn_bwd.ops.dot_product import layout, mod_functions, row_terms, visibility
 from jax_attn_bwd.ops.dot_product import online_softmax as online
@@ -124,7 +125,7 @@ class TileSource:
         """
         # One tile: the parts of the sums that it adds to, and what it makes of them.
         visits = tile_visits(self.mask, self.schedule)
-        part = jax.checkpoint(partial(run, mixed=visits.mixed), prevent_cse=False)
+        part = checkpoint(partial(run, mixed=visits.mixed), prevent_cse=False)
 
         def step(sums, visit):
             (i, j, live), (block_q, block_k) = visit, self.schedule.blocks

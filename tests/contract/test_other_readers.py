@@ -1,0 +1,91 @@
+"""What reads a traced operator: `checkify`, exporters of jaxprs, and what cannot take a `custom_vjp`."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import assert_close, case_params, differentiated, finite_loss, firsts, thorough
+from jax.experimental import checkify
+
+import jax_attn_bwd as jab
+from jax_attn_bwd._core.jaxpr.walk import equations
+
+pytestmark = pytest.mark.usefixtures("one_device")
+parametrize = pytest.mark.parametrize
+SMALL = firsts(case_params("second"))
+INDICES = checkify.index_checks | checkify.float_checks
+
+
+def gradients_of(operator, implementation, case):
+    """(a function of the differentiated arguments that gives the value and all gradients, these)"""
+    arrays = case.arrays(np.float64)
+    loss = finite_loss(operator.call, operator, arrays, {**case.options, "implementation": implementation})
+    return jax.value_and_grad(loss), differentiated(operator, arrays)
+
+
+@parametrize(("operator", "implementation", "case"), SMALL)
+def test_jaxprs_are_of_what_exporters_know(monkeypatch, operator, implementation, case):
+    """Four have no rule for `lax.reduce` by a maximum; `jnp.shape` is an operation under jax2onnx."""
+    for name in ("shape", "ndim"):
+        monkeypatch.setattr(jnp, name, lambda x: pytest.fail("a shape is an attribute of an array"))
+    jax.clear_caches()
+    assert "reduce" not in names(*gradients_of(operator, implementation, case))
+
+
+@parametrize("options", [{}, {"scale": -0.5, "is_causal": True}, {"bias": np.zeros(3)}], ids=str)
+def test_the_maximum_of_a_softmax_is_one_that_exporters_know(options):
+    found = names(lambda x: jab.scaled_masked_softmax(x, **options), jnp.ones((3, 3)))
+    assert "reduce_max" in found
+    assert "reduce" not in found
+
+
+def names(function, *arrays) -> set[str]:
+    """Of all primitives."""
+    return {equation.primitive.name for equation in equations(jax.make_jaxpr(function)(*arrays))}
+
+
+def long_attention():
+    q = jax.ShapeDtypeStruct((1, 1024, 1, 4), np.float32)
+    return lambda q: jab.dot_product_attention(q, q, q, is_causal=True), q
+
+
+def deformable_attention():
+    value, at = (jax.ShapeDtypeStruct(shape, np.float32) for shape in ((1, 20, 1, 2), (1, 3, 1, 2, 2, 2)))
+    call = jab.multi_scale_deformable_attention
+    return lambda value, at: call(value, ((4, 4), (2, 2)), at, at[..., 0]), value, at
+
+
+@parametrize("program", [long_attention, deformable_attention])
+@parametrize("differentiate", [False, pytest.param(True, marks=thorough)])
+def test_checkify_of_indices(program, differentiate):
+    """JAX refuses a checkpoint whose body makes constants, as these checks do."""
+    call, *arrays = program()
+    run = jax.grad(lambda *x: call(*x).sum()) if differentiate else call
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):  # what checkify adds
+        jax.eval_shape(checkify.checkify(run, errors=INDICES), *arrays)
+
+
+@parametrize("forward_mode", [False, True])
+def test_checkify_finds_nan(forward_mode):
+    attend = lambda x: jab.dot_product_attention(x, x, x, forward_mode=forward_mode)
+    run = jax.jit(checkify.checkify(attend, errors=INDICES))
+    x = jnp.ones((1, 3, 1, 2), np.float32)
+    assert run(x)[0].get() is None
+    assert "nan generated" in run(x.at[0, 1].set(jnp.nan))[0].get()
+
+
+def test_checkify_reports_padding_that_may_hold_nan():
+    """The output is right; what nothing sees is summed once, to be told apart, and that sum is NaN."""
+    attend = lambda q, k: jab.dot_product_attention(q, k, k, key_value_seq_lengths=np.array([1]))
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((1, 3, 1, 2)))
+    error, out = checkify.checkify(attend, errors=INDICES)(x, x.at[0, 1:].set(jnp.nan))
+    assert "nan generated" in error.get()
+    assert_close(out, jnp.broadcast_to(x[:, :1], out.shape), 1e-12)
+
+
+@parametrize("transform", [jax.jacfwd, lambda f: lambda x: jax.jvp(jax.vmap(f), (x[None],), (x[None],))])
+def test_an_error_of_forward_mode_names_the_remedy(transform):
+    x = jnp.ones((1, 3, 1, 2))
+    remedy = r"can't apply forward-mode autodiff.*\n.*dot_product_attention.*forward_mode=True"
+    with pytest.raises(TypeError, match=remedy):
+        transform(lambda x: jab.dot_product_attention(x, x, x))(x)
