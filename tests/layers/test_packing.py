@@ -20,6 +20,7 @@ from layers.frameworks import (
 from layers.multi_head_cases import E, N, S, T, inputs_of
 
 from jax_attn_bwd import attention_fn, dot_product_attention
+from jax_attn_bwd.layers.attention_fn import attention_weights
 
 CAP = 1.5
 IDS = {"query": [[0, 0, 0, 1, 1, 2], [0, 0, 1, 1, 1, 1]], "key": [[0, 0, 1, 1, 1, 1, 2, 2, 2]] * 2}
@@ -68,6 +69,11 @@ def test_attention_fn_takes_all_that_dense_attention_takes():
     )
     got = attention_fn(*heads(2), **options, deterministic_sums=False)
     np.testing.assert_array_equal(got, dot_product_attention(*heads(2), **options))
+    # the weights that a layer sows are of the same options
+    left_out = dict.fromkeys(("mask_mod", "score_mod", "deterministic_sums")) | dict(mod_args=())
+    weights = attention_weights(*heads(), None, None, **options, **left_out, broadcast_dropout=False)
+    out = jnp.einsum("bnts,bsnh->btnh", weights, heads()[2], precision="highest")
+    assert_close(out, attention_fn(*heads(), **options), 1e-12)
     with pytest.raises(TypeError, match="attention_fn: deterministic_sums must be None or a Python bool"):
         attention_fn(*heads(), deterministic_sums=0)
     with pytest.raises(ValueError, match="key_value_segment_ids must be given together"):

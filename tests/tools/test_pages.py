@@ -1,10 +1,14 @@
 """The pages document every public name, and what checks them finds faults."""
 
+import ast
 import importlib
+import re
 import sys
 from pathlib import Path
 
 import pytest
+
+import jax_attn_bwd
 
 DOCS = Path(__file__).parents[2] / ".docs"
 
@@ -32,6 +36,31 @@ def test_what_readme_says_is_on_the_pages_with_its_links():
     assert "`notebooks` in the repository" in shown
     assert "[what cuDNN takes](what_runs_where.md#cudnn)" in shown
     assert "## " not in shown.replace("### ", "")
+
+
+def test_the_calls_of_models_name_what_there_is():
+    """Public names, and functions of the page; `.ci/extras` runs them beside the models."""
+    text = (DOCS / "pages" / "models.md").read_text()
+    calls = re.findall(r"^\|[^|]*\|[^|]*\| `(.*?)` \| `", text, re.MULTILINE)
+    assert len(calls) > 40
+    known = {*jax_attn_bwd.__all__, *re.findall(r"^def (\w+)", text, re.MULTILINE), "layer"}
+    for call in calls:
+        nodes = [node for node in ast.walk(ast.parse(call)) if isinstance(node, ast.Call)]
+        assert {node.func.id for node in nodes if isinstance(node.func, ast.Name)} <= known, call
+
+
+def test_what_people_type_is_on_a_page():
+    pages = [path.read_text() for path in (DOCS / "pages").glob("*.md")]
+    for words in (
+        "MLA",
+        "AlphaFold",
+        "triangle attention",
+        "gpt-oss",
+        "KV cache",
+        "sliding window",
+        "packing",
+    ):
+        assert any(words in page for page in pages), words
 
 
 def test_a_name_links_to_its_own_page_before_another_of_the_same_last_part():
