@@ -293,8 +293,8 @@ def complete(
       TypeError: an option is unknown or missing, in the words that Python has for it.
     """
     known = allowed.__required_keys__ | allowed.__optional_keys__
-    for name in given.keys() - known:
-        raise keywords.unexpected(operator, name, known)
+    if wrong := [name for name in given if name not in known]:
+        raise keywords.unexpected(operator, wrong[0], known)
     for name in allowed.__required_keys__ - given.keys():
         raise TypeError(f"{operator}() missing 1 required keyword-only argument: {name!r}")
     return {**_defaults(like, allowed), **given}

@@ -377,8 +377,9 @@ def configured_attention_fn(
         expected = "be called when the layer is made, and not by it"
         remedy = f"write attention_fn={_CONFIGURED}(is_causal=True), with what it is told in parentheses"
         raise TypeError(checks.message(_CONFIGURED, "the function", expected, "queries and keys", remedy))
-    for name in options.keys() - ConfiguredKeywords.__optional_keys__:
-        raise keywords.unexpected(_CONFIGURED, name, ConfiguredKeywords.__optional_keys__)
+    known = ConfiguredKeywords.__optional_keys__
+    if wrong := [name for name in options if name not in known]:
+        raise keywords.unexpected(_CONFIGURED, wrong[0], known)
     given: dict[str, Any] = {name: x for name, x in options.items() if not is_unset(x)}
     if not callable(attention_fn):
         expected = "be a function like jax_attn_bwd.attention_fn"

@@ -67,7 +67,8 @@ SECONDARY = [
 def needed(function) -> dict:
     """Its parameters without a default, each None."""
     parameters = inspect.signature(function).parameters.values()
-    return {p.name: None for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD}
+    starred = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return {p.name: None for p in parameters if p.default is p.empty and p.kind not in starred}
 
 
 def needed_options(function) -> frozenset:
