@@ -86,7 +86,7 @@ IN_TURN = Rule(
 SEGMENTS = Rule(
     "graph_segments",
     "a GPU; decided where the graph is built",
-    "The graph carries the segments of kernels: a step of GAT, 2,708 nodes and 13,000 edges, has 11 launches "
+    "The graph carries the segments of kernels: a step of GAT, 2,708 nodes and 13,000 edges, has 9 launches "
     "in place of 285, as compiled for an H100.",
 )
 RULES = (IN_ORDER, LOOPS, RUNS, ONE_PASS, FIRST_GROUPS, READS_TWICE, IN_TURN, SEGMENTS)
