@@ -108,22 +108,24 @@ def read_in_one_kernel(x: jax.Array, axis: int) -> jax.Array:
     y dy, that nothing meets after the sum. XLA:GPU makes one kernel of a reduction and its surroundings if
     the very operand is met again. So each number is taken as the lesser of itself and its row's greatest:
     the same number, of a reduction that has such an operand. It stands behind a barrier, which is read as it
-    was rounded: else XLA would keep the wide numbers, too.
+    was rounded: else XLA would keep the wide numbers, too. Rows too long for that are left to XLA: behind a
+    barrier, what sums them could not be one kernel with what makes them.
     """
     if not READ_IN_ONE_KERNEL.holds(targets.platform() == "gpu"):
         return x
     length, is_sharded = x.shape[axis], explicit_spec(x)[axis] is not None
-    if axis == -1 and not is_sharded and isinstance(length, int) and 0 < length <= _ROW_OF_ONE_KERNEL:
-        return _met_again(lax.optimization_barrier(x))
-    return x if accumulator_dtype(x.dtype) == x.dtype else lax.optimization_barrier(x)
+    is_long = isinstance(length, int) and length > _ROW_OF_ONE_KERNEL
+    if axis == -1 and not is_sharded and isinstance(length, int) and length > 0 and not is_long:
+        return met_again(lax.optimization_barrier(x))
+    return x if is_long or accumulator_dtype(x.dtype) == x.dtype else lax.optimization_barrier(x)
 
 
 @jax.custom_jvp
-def _met_again(x: jax.Array) -> jax.Array:
-    """Returns `x`, as the lesser of each number and of its row's greatest."""
+def met_again(x: jax.Array) -> jax.Array:
+    """Returns `x`, as the lesser of each number and of its row's greatest: see `read_in_one_kernel`."""
     return jnp.minimum(x, x.max(-1, keepdims=True))
 
 
-@_met_again.defjvp
+@met_again.defjvp
 def _met_again_jvp(primals, tangents):
-    return _met_again(*primals), tangents[0]
+    return met_again(*primals), tangents[0]

@@ -44,7 +44,7 @@ from jax_attn_bwd._core.cases import Case
 from jax_attn_bwd._core.checks import complete
 from jax_attn_bwd.ops.dot_product import blockwise, visibility
 from jax_attn_bwd.ops.dot_product.arguments import prepare
-from jax_attn_bwd.ops.dot_product.plan import Materialized, count
+from jax_attn_bwd.ops.dot_product.plan import Materialized, Planes, count
 from jax_attn_bwd.ops.dot_product.portable import tiles
 from jax_attn_bwd.ops.dot_product.spec import DotProductAttentionKeywords
 
@@ -116,6 +116,8 @@ def visited(case: Case, query: jax.Array) -> str:
     del given["implementation"]
     options, operands = prepare("bench", query, query, query, None, None, **given)
     schedule, T = blockwise.planned("xla", options, operands).schedule, query.shape[1]
+    if isinstance(schedule, Planes):
+        return schedule.way
     if isinstance(schedule, Materialized):
         return f"{schedule.batch_slices} batch slices of whole planes"
     laid = visibility.tile_mask(operands.mask, None, operands.sizes)

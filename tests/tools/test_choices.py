@@ -106,9 +106,14 @@ def test_explain_tells_the_way_on_a_chip_that_is_not_here():
     found = explain(dot_product_attention, *[tokens(4096, jnp.bfloat16)] * 3, platform="A100")
     assert {c.implementation: c.way.split(",")[0] for c in found.choices} == {
         "cudnn": "kernels/cudnn.py",
-        "xla": "strips",
+        "xla": "whole plane",
     }
+    found = explain(dot_product_attention, *[tokens(4096, jnp.bfloat16)] * 3, is_causal=True, platform="A100")
     assert "strips, " in str(found)
+    many = jax.ShapeDtypeStruct((4, 4096, 16, 64), "bfloat16")
+    assert "planes in turn, 4 slices" in str(
+        explain(dot_product_attention, many, many, many, platform="A100")
+    )
 
 
 def test_what_cannot_run_has_no_way():

@@ -39,7 +39,6 @@ class Block:
     rows: str = "gt"  # the axes of queries
     elements: str = "gts"
     einsum: Callable[..., jax.Array] = field(default_factory=lambda: product)
-    settled: Callable[[jax.Array], jax.Array] = lambda dlogits: dlogits  # as all that read them do
 
     @property
     def dtype(self) -> Any:
@@ -128,15 +127,23 @@ class Block:
           apart: whether each batch entry and head has a gradient of what the score reads.
         """
         # Through the product with the values.
-        multiply, grads, (before, tanh) = partial(self.einsum, **self.product), {}, of
-        over_queries = f"...{self.elements},...{self.rows}h->...sh"
+        grads: dict[str, Any] = {}
         if "value" in wanted:
-            grads["value"] = multiply(over_queries, self.dropped(p).astype(dout.dtype), dout)  # (5)
+            over_queries = f"...{self.elements},...{self.rows}h->...sh"
+            dropped = self.dropped(p).astype(dout.dtype)
+            grads["value"] = self.einsum(over_queries, dropped, dout, **self.product)  # (5)
         if not set(wanted) - {"value"}:
             return grads
-        dlogits = self.settled(p * (dp - delta))  # (8)
+        return grads | self.gradients_of_logits(wanted, p * (dp - delta), of, apart)  # (8)
 
+    def gradients_of_logits(
+        self, wanted: Any, dlogits: Any, of: Any = (None, None), apart: bool = False
+    ) -> dict[str, Any]:
+        """Computes what (8) gives to the gradients that are `wanted` but the values', as `gradients` does."""
         # Through the score, the bias and the soft cap, in the reverse order of the forward.
+        grads: dict[str, Any] = {}
+        multiply, (before, tanh) = partial(self.einsum, **self.product), of
+        over_queries = f"...{self.elements},...{self.rows}h->...sh"
         is_turned = self.elements == "sgt"
         if self.places is not None:  # (8a)
             given = self.options, before, self.places, self.args, dlogits

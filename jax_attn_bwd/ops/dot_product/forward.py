@@ -18,8 +18,8 @@ from jax_attn_bwd._core.pallas import opaque
 from jax_attn_bwd._core.sharding import tie
 from jax_attn_bwd.ops.dot_product import devices
 from jax_attn_bwd.ops.dot_product.clean_operands import with_whole_keys
-from jax_attn_bwd.ops.dot_product.plan import Materialized, Plan, Schedule, Strips, Tiles
-from jax_attn_bwd.ops.dot_product.portable import plane, strips, tiles
+from jax_attn_bwd.ops.dot_product.plan import Materialized, Plan, Planes, Schedule, Strips, Tiles
+from jax_attn_bwd.ops.dot_product.portable import plane, planes, strips, tiles
 from jax_attn_bwd.ops.dot_product.spec import Operands, Result
 
 
@@ -33,6 +33,7 @@ class Passes(NamedTuple):
 PASSES: dict[type[Schedule], Passes] = {
     Materialized: Passes(plane.forward, plane.backward),
     Tiles: Passes(tiles.forward, tiles.backward),
+    Planes: Passes(planes.forward, planes.backward),
     Strips: Passes(strips.forward, strips.backward),
 }
 

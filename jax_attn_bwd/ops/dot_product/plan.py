@@ -26,30 +26,29 @@ WAYS = (
     Way(
         "whole plane",
         "portable/plane.py",
-        "up to 2 M logits of a slice of the batch and 1 M of a head",
+        "up to 2 M logits of a slice of the batch and 1 M of a head; GPU: up to 2 GiB, nothing to skip",
         "as fast as tiles, compiled sooner, fused with what stands around",
+    ),
+    Way(
+        "planes in turn",
+        "portable/planes.py",
+        "GPU: full attention, padding, a bias, beyond 2 GiB of one plane of all",
+        "1.08 to 1.28 of the plain formula's bytes in 0.16 to 0.24 of its memory, compiled for an H100",
     ),
     Way("tiles", "portable/tiles.py", "all else; on GPUs functions, dropout and symbolic sizes alone"),
     Way(
         "strips",
         "portable/strips.py",
-        "GPU: what shapes alone decide",
+        "GPU: causality and windows, and where batch and heads cannot be cut to planes",
         "0.81 of the plain formula's bytes (tiles: 1.22), causal 0.62 (0.74), compiled for an H200",
         "33319bc",
     ),
     Way(
         "strips of a few widths",
         "portable/strips.py",
-        "GPU: what arrays leave of the plane",
+        "GPU: what segments and positions leave of the plane",
         "four documents 0.25 of the plain formula's bytes (tiles: 0.49), compiled for an H200",
         "d89cd43",
-    ),
-    Way(
-        "planes of a few heads",
-        "portable/strips.py",
-        "GPU: a bias of all elements",
-        "0.83 to 1.07 of the plain formula's bytes (tiles: 1.05 to 1.91), compiled for an H200",
-        "039fc23",
     ),
     Way("Hopper's kernels", "kernels/hopper_*.py", "H100, H200: bfloat16 and float16"),
     Way("cuDNN", "kernels/cudnn*.py", "NVIDIA GPUs, by name or where bits may vary"),
@@ -94,8 +93,24 @@ KEPT_ROUNDING = Rule(
     "Values of mean 3: the gradient of queries is off by 0.26% of its largest entry, without it by 1.8%.",
     "accuracy",
 )
+WHOLE_ROWS = Rule(
+    "whole_rows",
+    "GPU, a plane: what becomes of a row of logits is one array in each direction",
+    "XLA:GPU makes one kernel of it: without it padding (B32 T512 N12 H64) has 19 launches, not 15, and 1.3 "
+    "to 1.5 times the bytes.",
+)
+PLANES = Rule(
+    "planes",
+    "GPU, full attention, padding or a bias, neither functions nor dropout: planes, 2 GiB of them at a time",
+    "In the place of strips, and of their planes of a few heads beside a bias, which took 1.3 to 2.3 times "
+    "the plain formula's time (an H100, 391a32d): products that end in exponentials are slow. The backward "
+    "forms its logits again: else each layer of a model keeps a plane (272 MiB, B8 T1024 N16 H64, not 24).",
+)
 STRIPS = Rule(
-    "strips", "GPU, larger than a plane, neither functions nor dropout", "see the table of ways", "memory"
+    "strips",
+    "GPU, larger than a plane, no `planes`, neither functions nor dropout nor a bias",
+    "see the table of ways",
+    "memory",
 )
 FOLDED_PARTS = Rule(
     "folded_parts",
@@ -111,6 +126,8 @@ RULES = (
     KEYS_IN_REACH,
     VECTOR_LAST,
     KEPT_ROUNDING,
+    WHOLE_ROWS,
+    PLANES,
     STRIPS,
     FOLDED_PARTS,
 )
@@ -123,7 +140,7 @@ MATERIALIZED_PLANE = 1 << 20  # logits of one head: from there on tiles are fast
 LEAST_STRIP, MOST_STRIPS, MOST_PIECES = 256, 16, 32  # pieces: of strips, with the slices of their heads
 STRIP_LOGITS = 1 << 21  # of a batch entry and head: an eighth of a plane of 4,096 x 4,096
 SLICE_LOGITS = 1 << 27  # of all heads of a strip: 512 MiB in float32
-BIAS_LOGITS = 1 << 28  # likewise with a bias: each cut copies a part of it, and of its gradient
+PLANE_BYTES = 1 << 31  # of planes that are computed at once on a GPU
 TURN_LOGITS = 1 << 23  # least of one block of all heads that are computed at once: 32 MiB
 NARROW_HEAD = 64  # the least whose products are narrow: rounding shorter ones takes as long as it saves
 GPU_TILE = 1024  # rows and columns of a tile, on a TPU's portable path too
@@ -136,6 +153,8 @@ class Materialized:
 
     batch_slices: int = 1  # of the first batch axis, one after the other
     keys: int | None = None  # the first ones, all that some query sees; None = not counted
+    whole_rows: bool = False  # what becomes of a row is one kernel, of XLA:GPU
+    formed_again: bool = False  # the backward has logits of its own: XLA keeps no plane of the forward
 
     @property
     def way(self) -> str:
@@ -170,24 +189,34 @@ class Tiles(_BlockedPlane):
 
 
 @dataclass(frozen=True)
+class Planes:
+    """Whole planes of some batch entries and heads, one slice after the other, see `portable/planes.py`."""
+
+    batch_slices: int  # of the first batch axis
+    head_slices: int  # of the key heads
+
+    @property
+    def way(self) -> str:
+        """How a call is computed, for `explain`."""
+        return f"planes in turn, {self.batch_slices * self.head_slices} slices"
+
+
+@dataclass(frozen=True)
 class Strips(_BlockedPlane):
     """Blocks of rows or keys against all that they meet, see `portable/strips.py`."""
 
     head_slices: int = 0  # of batch and heads of a device, one axis of strips; 0 = axes of their own
     runtime_extent: bool = False  # which of a few widths a strip has is told at run time
-    planes: bool = False  # a strip is a whole plane, beside a bias of all elements
 
     @property
     def way(self) -> str:
         """How a call is computed, for `explain`."""
-        if self.planes:
-            return f"planes of a few heads, {self.head_slices} slices"
         name = "strips of a few widths" if self.runtime_extent else "strips"
         return f"{name}, {self.block_q} rows, {self.block_k} keys"
 
 
 # How the portable path cuts the plane: this changes speed and rounding, never the meaning.
-Schedule = Materialized | Tiles | Strips
+Schedule = Materialized | Tiles | Planes | Strips
 
 
 def default_schedule(operands: Operands, sizes: Sizes, parts: int = 1) -> Materialized | Tiles:
@@ -243,21 +272,27 @@ def default_schedule(operands: Operands, sizes: Sizes, parts: int = 1) -> Materi
 
 
 def on_gpu(schedule: Materialized | Tiles, options: Options, operands: Operands) -> Schedule:
-    """Replaces tiles by strips on a GPU, where strips know what the call needs.
+    """Replaces tiles on a GPU by planes where nothing is skipped, and by strips where these know the call.
 
-    They have sizes of their own, or, where these would be too many, one of a few widths: XLA compiles a
+    Strips have sizes of their own, or, where these would be too many, one of a few widths: XLA compiles a
     product of each size, and tries variants of it.
     """
-    # Strips know neither functions nor dropout.
+    if targets.platform() != "gpu":
+        return schedule
+    if isinstance(schedule, Materialized):
+        return replace(schedule, whole_rows=WHOLE_ROWS.holds())
+
+    # Planes and strips know neither functions nor dropout, strips no bias.
     mask, (batch, T, S, _, groups) = operands.mask, operands.sizes
     functions = mask.has("query_origin", "mod_args", "mask_mod") or options.score_mod is not None
     others = options.dropout_rate > 0
     known = all(isinstance(n, int) and n > 0 for n in (*batch, T, S))
-    is_small = isinstance(schedule, Materialized)
-    if is_small or functions or others or not known or not STRIPS.holds(targets.platform() == "gpu"):
+    if functions or others or not known:
         return schedule
-    if operands.bias is not None:
-        return _with_bias(options, operands) or schedule
+    if (planes := _planes(operands)) is not None and PLANES.holds():
+        return planes
+    if not STRIPS.holds(operands.bias is None):
+        return schedule
 
     # Where arrays may empty whole tiles, strips whose extent is told at run time.
     has_plane = mask.has("elements") and not mask.hides_keys_alone
@@ -307,26 +342,40 @@ def _with_widths(operands: Operands) -> Strips | None:
     return Strips(_even_block(T, block), _even_block(S, block), turns, True) if has_room else None
 
 
-def _with_bias(options: Options, operands: Operands) -> Strips | None:
-    """Picks whole planes of some heads beside a bias of all their elements; None where tiles remain."""
-    # No tiles to skip, and all heads on one device.
-    bias, mask, (batch, T, S, K, G) = operands.bias, operands.mask, operands.sizes
-    assert bias is not None  # the caller has one
-    entries, logits, own = math.prod(batch), G * T * S, bias.shape[-2:]
-    if own != (T, S) or mask.is_banded or (mask.has(*AXES) and max(T, S) > GPU_TILE):
+def _planes(operands: Operands) -> Materialized | Planes | None:
+    """Picks whole planes, of all heads or of as many as have room; None where tiles or strips skip some."""
+    # What bands leave of a plane is less than all but where they are wide or it is short, or beside a bias.
+    mask, (batch, T, S, K, G), bias = operands.mask, operands.sizes, operands.bias
+    skips = mask.window is not None or (mask.is_causal and bias is None)
+    if skips and max(T, S) > LEAST_STRIP:
         return None
-    if _own(operands) != (entries, K) or options.logits_soft_cap is not None:
+    # Arrays leave less than all, too, but where they are padding.
+    of_tokens = mask.has("query_segment_ids", "query_positions", "key_value_positions")
+    if max(T, S) > GPU_TILE and (of_tokens or (mask.has("elements") and not mask.hides_keys_alone)):
         return None
 
-    # A product takes the bias as it stands: one for all, or of each head. What entries share they take one
-    # after the other.
-    kinds = {(1, 1): 1, (entries, K * G): 1, (1, K * G): entries}
-    least = kinds.get((math.prod(bias.shape[:-3]), math.prod(bias.shape[-3:-2])))
-    if least is None:
+    # All at once, by what the plain formula holds: logits in float32, and those and probabilities in the
+    # dtype of the operands. Only the batch and heads of a device may be cut.
+    entries, heads = _own(operands)
+    is_divided, wide = heads == 0, not _is_narrow(operands)
+    logits = (math.prod(batch) * K if is_divided else entries * heads) * G * T * S
+    if logits * (12 if wide else 10) <= PLANE_BYTES:
+        return Materialized(whole_rows=WHOLE_ROWS.holds(), formed_again=True)
+    if is_divided:
         return None
-    slices = least * slices_of(entries * K // least, count(entries * K * logits, BIAS_LOGITS * least))
-    has_room = entries * K * logits <= slices * BIAS_LOGITS and slices <= MOST_STRIPS
-    return Strips(T, S, slices, planes=True) if has_room else None
+
+    # A quarter of that, operands and results in other layouts included. What entries share is cut by heads.
+    least = max(5 if wide else 4, count(logits * (12 if wide else 8), PLANE_BYTES))
+    axis = explicit_spec(operands.key)[0] if batch else None
+    first = (batch[0] if axis is None else batch[0] // axis_size(operands.key, axis)) if batch else 1
+    pairs = [(b, k) for b in _divisors(first) for k in _divisors(heads) if b * k >= least]
+    is_shared = bias is not None and math.prod(bias.shape[:-3]) == 1
+    fewest = lambda n: (math.prod(n), min(n), n[0] if is_shared else n[1])
+    return Planes(*min(pairs, key=fewest)) if pairs else None
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
 
 
 def _tells_entries_apart(mask: Any) -> bool:
@@ -480,7 +529,7 @@ class Plan:
     @property
     def batch_slices(self) -> int:
         """The slices of the batch that are taken one after the other."""
-        return 1 if isinstance(self.schedule, Strips) else self.schedule.batch_slices
+        return 1 if isinstance(self.schedule, Planes | Strips) else self.schedule.batch_slices
 
     @property
     def way(self) -> str:
@@ -499,6 +548,9 @@ class Plan:
             return schedule
         if isinstance(schedule, Strips):
             return Tiles(*schedule.blocks, dtype)
+        if isinstance(schedule, Planes):
+            T, S = operands.sizes.T, operands.sizes.S
+            return Tiles(_even_block(T, GPU_TILE), _even_block(S, GPU_TILE), dtype)
         return Tiles(operands.sizes.T, operands.sizes.S, dtype, parts=_in_step(self.pieces))
 
 

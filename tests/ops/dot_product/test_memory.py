@@ -113,7 +113,8 @@ def test_what_makes_a_bias_is_computed_once():
 @pytest.mark.parametrize(("chip", "barriers"), [("cpu", 1), ("H200", 0), ("v6e", 0)])
 def test_where_a_barrier_keeps_a_bias_whole(chip, barriers):
     """XLA:GPU would pass over the plane once more."""
-    x, bias = jnp.ones((2, 16, 2, 8), jnp.float32), jnp.ones((2, 2, 16, 16), jnp.float32)
+    x, bias = jnp.ones((2, 16, 2, 8), jnp.float32), jnp.ones((2, 1, 16, 16), jnp.float32)
     with targets.aimed_at(chip):
         program = jax.make_jaxpr(lambda bias: dot_product_attention(x, x, x, jnp.cos(bias)))(bias)
-    assert len(re.findall("optimization_barrier|name=_as_they_are", str(program))) == barriers
+    kept = r"f32\[2,1,16,16\] = (optimization_barrier|\w+\[\s*name=_as_they_are)"
+    assert len(re.findall(kept, str(program))) == barriers

@@ -93,6 +93,14 @@ def test_what_makes_one_kernel_of_a_gpu_s_backward_is_the_identity_to_second_ord
     assert_close(second.reshape(8, 8), jnp.diag(6 * y.ravel()), 1e-15)
     found = jax.jit(lambda y: fusion.read_in_one_kernel(y, -1)).lower(y).as_text()
     assert found.count("stablehlo.minimum") == 1
+    # A barrier would part what makes rows that are too long for it from what sums them.
+    barriers = lambda n: (
+        jax.jit(lambda y: fusion.read_in_one_kernel(y, -1))
+        .lower(jax.ShapeDtypeStruct((2, n), jnp.bfloat16))
+        .as_text()
+        .count("optimization_barrier")
+    )
+    assert (barriers(16384), barriers(16385)) == (1, 0)
 
 
 def test_rows_of_minus_infinity_are_0_in_the_library_loop_of_one_cpu(one_device):

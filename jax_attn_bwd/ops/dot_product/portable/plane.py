@@ -2,11 +2,17 @@
 
 A plane that fits a cache is computed as the formula is written, with no loop: it compiles faster than a walk
 over tiles, fuses with what stands around it, and where forward and backward are one program XLA computes the
-logits once for both. Equation numbers are those of `backward.py`.
+logits once for both, unless `Materialized.formed_again` is true. Equation numbers are those of `backward.py`.
+
+For a GPU, where `Materialized.whole_rows` is true, the plane has the products and reductions of a plain
+softmax and no others. XLA:GPU makes one kernel of all that becomes of a row, if each reduction meets its very
+operand again, if nothing stands between a reduction and what reads it, and if the kernel gives one array. So
+the probabilities are one array, normalised and rounded as the products read them, and (8) is another that is
+made of it. Neither has axes of size 1: what leaves them out would stand between a reduction and its operand.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -14,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_attn_bwd._core import trees
+from jax_attn_bwd._core import fusion, trees
 from jax_attn_bwd._core.numerics import fast_two_sum, finite, moved, reduce_to, rounding_of, to_rank
 from jax_attn_bwd._core.products import einsum, sum_of_products
 from jax_attn_bwd.ops.dot_product import layout, mod_functions, row_terms, visibility
@@ -96,17 +102,22 @@ class _PlaneSoftmax(NamedTuple):
     empty: jax.Array | None  # rows that attend to nothing; None = there are none
 
 
-def _softmax(plane: Plane, logits: jax.Array) -> _PlaneSoftmax:
-    """Computes the softmax of the rows, and the sink."""
+def _softmax(plane: Plane, logits: jax.Array, whole_rows: bool = False) -> _PlaneSoftmax:
+    """Computes the softmax of the rows, and the sink; with `whole_rows` l of an empty row is any number."""
     # Written as `jax.nn.softmax` is: XLA:CPU hands maximum, difference and exponential to one library loop
     # where nothing else reads the maximum, and nothing stands behind it.
-    m = logits.max(-1, keepdims=True)
+    if whole_rows and plane.live is not None:  # a finite start: no select behind the maximum
+        fixed = lax.stop_gradient(logits)
+        least = jnp.asarray(jnp.finfo(fixed.dtype).min, fixed.dtype)
+        m = lax.reduce(fixed, least, lax.max, (fixed.ndim - 1,))[..., None]
+    else:
+        m = logits.max(-1, keepdims=True)
     sink = None
     if plane.operands.sink is not None:
         sink = plane.operands.sink.astype(m.dtype).reshape(*plane.q.shape[-4:-2], 1, 1)
         sink = to_rank(sink, m.ndim)
         m = jnp.maximum(m, sink)
-    m = lax.stop_gradient(m if plane.live is None else finite(m))
+    m = lax.stop_gradient(m if plane.live is None or whole_rows else finite(m))
     e = jnp.exp(logits - m)
     l = e.sum(-1, keepdims=True)
     if sink is not None:
@@ -115,7 +126,28 @@ def _softmax(plane: Plane, logits: jax.Array) -> _PlaneSoftmax:
     # Rows that attend to nothing: l is 0.
     if plane.live is None:
         return _PlaneSoftmax(e, m, l, None)
-    return _PlaneSoftmax(e, m, jnp.where(l == 0, 1, l), l == 0)
+    # In others the greatest term is 1.
+    return _PlaneSoftmax(e, m, jnp.maximum(l, 0.5) if whole_rows else jnp.where(l == 0, 1, l), l == 0)
+
+
+def _of_whole_rows(plane: Plane, p: jax.Array) -> jax.Array:
+    """Rounds probabilities as products read them: one array, which all that follows is made of."""
+    ones = _axes_of_one(p)
+    return lax.expand_dims(fusion.barrier(lax.squeeze(p.astype(plane.v.dtype), ones)), ones)
+
+
+def _axes_of_one(x: jax.Array) -> tuple[int, ...]:
+    return tuple(axis for axis, n in enumerate(x.shape[:-1]) if n == 1)
+
+
+def _derivatives_of_whole_rows(p: jax.Array, dp: jax.Array, dlse: Any) -> tuple[jax.Array, jax.Array]:
+    """Computes ((8), delta `[..., 1]`) by one kernel for each row; dlse `[..., 1]` that is None is zero."""
+    ones = _axes_of_one(dp)
+    rows = fusion.met_again(lax.squeeze(p, ones).astype(dp.dtype))
+    drows = lax.squeeze(dp, ones)
+    delta = sum_of_products(rows, drows, keepdims=True)  # (7)
+    delta = delta if dlse is None else delta - lax.squeeze(dlse, ones)
+    return lax.expand_dims(rows * (drows - delta), ones), lax.expand_dims(delta, ones)
 
 
 def _in_reach(schedule: Materialized, operands: Operands) -> Operands:
@@ -132,13 +164,21 @@ def forward(plan: Plan, schedule: Materialized, operands: Operands) -> Result:
     # The softmax, and lse with its rounding.
     operands = _in_reach(schedule, operands)
     whole = plane(plan.options, operands, plan.vector_last)
-    e, m, l, empty = _softmax(whole, whole.logits(whole.scaled_product())[0])
+    logits = whole.logits(whole.scaled_product())[0]
+    e, m, l, empty = _softmax(whole, logits, schedule.whole_rows)
     lse, rounding = fast_two_sum(m, jnp.log(l))
     if empty is not None:
         lse, rounding = jnp.where(empty, -jnp.inf, lse), jnp.where(empty, 0, rounding)
 
+    # The output (4) of whole rows.
+    v, out_rounding = whole.v, None
+    if schedule.whole_rows:
+        p = whole.dropped(_of_whole_rows(whole, e / l).astype(whole.dtype)).astype(v.dtype)
+        out = einsum("...kgts,...ksh->...kgth", p, v, **whole.product)
+        return row_terms.of_forward(operands, plan.has_wide_out, out, None, lse[..., 0], rounding[..., 0])
+
     # The output (4), divided by l after the product, and the rounding of its factor where that matters.
-    e, v, out_rounding = whole.dropped(e), whole.v, None
+    e = whole.dropped(e)
     times_v = lambda e: einsum("...kgts,...ksh->...kgth", e, v, **whole.product) / l
     out = times_v(e.astype(v.dtype))
     if v.dtype != e.dtype and plan.rounding_matters:
@@ -154,7 +194,7 @@ def backward(
 
     `rows` are the result, dout and dlse.
     """
-    grads = _of_reached_keys(plan, wanted, _in_reach(schedule, operands), *rows)
+    grads = _of_reached_keys(plan, schedule, wanted, _in_reach(schedule, operands), *rows)
     if schedule.keys is None:
         return grads
 
@@ -168,7 +208,13 @@ def backward(
 
 
 def _of_reached_keys(
-    plan: Plan, wanted: Wanted, operands: Operands, result: Result, dout: Any, dlse: Any
+    plan: Plan,
+    schedule: Materialized,
+    wanted: Wanted,
+    operands: Operands,
+    result: Result,
+    dout: Any,
+    dlse: Any,
 ) -> dict[str, Any]:
     """Computes the gradients of operands of which no key is out of reach.
 
@@ -186,13 +232,22 @@ def _of_reached_keys(
         # Probabilities [..., K, G, T, S] from a softmax of their own; dv needs no more.
         whole = plane(options, operands, plan.vector_last)
         dout = dout if whole.live is None else jnp.where(whole.live[..., None], dout, 0)
-        p = probabilities(whole, None)
+        if schedule.formed_again:  # not taken from the forward, which would keep a plane until here
+            k, dout = fusion.barrier((whole.k, dout))
+            whole = replace(whole, k=k)
+        p = probabilities(whole, None, schedule.whole_rows)
         if names <= {"value"}:
             return gradients(whole, names, p, dout, None, None)
         dp: Any = whole.through_values(dout)
-        delta = sum_of_products(p, dp)  # (7)
-        delta = delta if dlse is None else delta - dlse
-        grads = gradients(whole, names, p, dout, dp, delta[..., None])
+        if schedule.whole_rows:
+            dlogits, delta = _derivatives_of_whole_rows(p, dp, None if dlse is None else dlse[..., None])
+            grads = gradients(whole, names & {"value"}, p, dout, None, None)
+            grads |= gradients_of_logits(whole, names - {"value"}, dlogits)
+            delta = delta[..., 0]
+        else:
+            delta = sum_of_products(p, dp)  # (7)
+            delta = delta if dlse is None else delta - dlse
+            grads = gradients(whole, names, p, dout, dp, delta[..., None])
     else:
         # Probabilities [..., K, G, T, S] by the lse of all keys, and delta by their output.
         dout, delta = row_terms.of_backward(options, operands, result, dout, dlse)
@@ -201,6 +256,7 @@ def _of_reached_keys(
         names = names - {"sink"}
         dp = whole.through_values(live_dout) if names - {"value"} else None
         p = probabilities(whole, result)
+        p = _of_whole_rows(whole, p) if schedule.whole_rows else p
         grads = gradients(whole, names, p, live_dout, dp, live_delta[..., None])
 
     if "sink" in wanted.names:
@@ -219,14 +275,25 @@ def gradients(
       dp: `[..., K, G, T, S]`, cotangent of the probabilities; for no more than "value" it may be None.
       delta: `[..., K, G, T, 1]`, what the rows' products p dp sum to, over all keys of the row; likewise.
     """
-    # What the score was handed, and the tanh of the soft cap.
-    of: Any = (None, None)
-    if plane.options.logits_soft_cap is not None or plane.places is not None:
-        of = plane.before_score(plane.scaled_product())
-    p, dout = p.astype(plane.dtype), dout.astype(plane.v.dtype)
+    of, p, dout = _scored(plane), p.astype(plane.dtype), dout.astype(plane.v.dtype)
+    return _in_shapes_of_operands(plane, wanted, plane.gradients(wanted, p, dout, dp, delta, of))
 
-    # In the shapes of the operands; arrays that no score reads get nothing.
-    grads = layout.as_given(plane.gradients(wanted, p, dout, dp, delta, of))
+
+def gradients_of_logits(plane: Plane, wanted: Iterable[str], dlogits: jax.Array) -> dict[str, Any]:
+    """Computes what `gradients` does, but of the values, from (8) `[..., K, G, T, S]`."""
+    return _in_shapes_of_operands(plane, wanted, plane.gradients_of_logits(wanted, dlogits, _scored(plane)))
+
+
+def _scored(plane: Plane) -> Any:
+    """Computes (what the score was handed; the tanh of the soft cap), None where there is neither."""
+    if plane.options.logits_soft_cap is None and plane.places is None:
+        return None, None
+    return plane.before_score(plane.scaled_product())
+
+
+def _in_shapes_of_operands(plane: Plane, wanted: Iterable[str], grads: dict[str, Any]) -> dict[str, Any]:
+    """Lays gradients out in the shapes of the operands; arrays that no score reads get nothing."""
+    grads = layout.as_given(grads)
     if "mod_args" in wanted and "mod_args" not in grads:
         grads["mod_args"] = jax.tree.map(jnp.zeros_like, trees.floats(plane.operands.mod_args))
     bias = plane.operands.bias
@@ -235,14 +302,15 @@ def gradients(
     return grads
 
 
-def probabilities(plane: Plane, result: Result | None) -> jax.Array:
+def probabilities(plane: Plane, result: Result | None, whole_rows: bool = False) -> jax.Array:
     """Computes (2), `[..., K, G, T, S]` before dropout, by the row values of all keys of a query.
 
-    None = the keys of the plane are all.
+    None = the keys of the plane are all; then those of `whole_rows` are rounded.
     """
     if result is None:
-        rows = _softmax(plane, plane.logits(plane.scaled_product())[0])
-        return rows.e / rows.l
+        rows = _softmax(plane, plane.logits(plane.scaled_product())[0], whole_rows)
+        p = rows.e / rows.l
+        return _of_whole_rows(plane, p) if whole_rows else p
     groups = plane.q.shape[-3]
     lse = layout.split_rows(result.lse, groups)[..., None]
     p = plane.logits(plane.scaled_product())[0] - (lse if plane.live is None else finite(lse))

@@ -5,7 +5,6 @@ How strips are cut, and why this form has few bytes on a GPU: `strips.py`. Equat
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,22 +22,12 @@ from jax_attn_bwd.ops.dot_product.spec import Options
 
 
 def attended(
-    options: Options, added_late: bool, q: Any, k: Any, v: Any, sink: Any, seen: Any, bias: Any = None
+    options: Options, q: Any, k: Any, v: Any, sink: Any, seen: Any
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Computes (out, lse, lse_rounding) of rows that see these keys, and a sink, alone.
-
-    With a bias out is not rounded: what rounding takes matters to its gradient.
-
-    Args:
-      added_late: whether the readers of the product add the bias, or its kernel does.
-    """
+    """Computes (out, lse, lse_rounding) of rows that see these keys, and a sink, alone."""
     # The greatest logit of each row and its sum, with the sink; lse is their log.
-    block = _block(options, q, k, v, seen, bias)
-    logits = scaled_product(block, q, k)
-    if added_late:
-        logits = block.logits(fusion.barrier(logits))[0]
-    else:
-        logits = fusion.barrier(block.logits(logits)[0])
+    block = _block(options, q, k, v, seen)
+    logits = fusion.barrier(block.logits(scaled_product(block, q, k))[0])
     m, l = _greatest_and_sum(logits)
     if sink is not None:
         greatest = lax.stop_gradient(jnp.maximum(m, sink))
@@ -47,10 +36,6 @@ def attended(
     m, l, lse, rounding = online.of_rows(m, l)
 
     # The output of the probabilities, whose logits are formed again where factors are narrow.
-    if bias is not None:  # p as the backward has it: what is summed into delta is what delta is taken from
-        lse, rounding = map(fusion.barrier, (lse, rounding))
-        p = fusion.barrier(jnp.exp((logits - finite(lse)) - rounding).astype(v.dtype))
-        return product("...ts,...sh->...th", p, v, **block.product), lse, rounding
     m, l = map(fusion.barrier, (m, l))
     if q.dtype != l.dtype:
         # Other barriers than of the first product: else XLA takes both at once. Two kernels need not round
@@ -79,17 +64,13 @@ def _greatest_and_sum(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def shares(
     options: Options, wanted: frozenset[str],
-    k: Any, v: Any, q: Any, dout: Any, lse: Any, rounding: Any, delta: Any, seen: Any, bias: Any = None,
+    k: Any, v: Any, q: Any, dout: Any, lse: Any, rounding: Any, delta: Any, seen: Any,
 ) -> dict[str, jax.Array]:  # fmt: skip
-    """Computes what a strip gives to each gradient that is wanted; that of the bias has all elements."""
+    """Computes what a strip gives to each gradient that is wanted."""
     # The probabilities again, and what (8) and (10) multiply with.
-    block = _block(options, q, k, v, seen, bias)
-    if "bias" in wanted:  # it is the array that the products with queries and keys read
-        block = replace(block, settled=lambda dlogits: fusion.barrier(dlogits.astype(q.dtype)))
+    block = _block(options, q, k, v, seen)
     logits, (_, tanh) = block.logits(scaled_product(block, q, k))  # (1)
     p, share = jnp.exp((logits - lse) - rounding), {}  # (2)
-    if bias is not None and v.dtype != p.dtype:  # as the forward multiplied with it, and wide
-        p = lax.reduce_precision(p, jnp.finfo(v.dtype).nexp, jnp.finfo(v.dtype).nmant)
     factor = p if tanh is None else p * (1 - tanh * tanh)  # of (10)
     p, factor = map(fusion.barrier, (p, factor))
 
@@ -102,9 +83,9 @@ def shares(
     return share | block.gradients(wanted - {"value"}, factor, dout, dp, delta)
 
 
-def _block(options: Options, q: Any, k: Any, v: Any, seen: Any, bias: Any) -> Block:
+def _block(options: Options, q: Any, k: Any, v: Any, seen: Any) -> Block:
     """Makes a block of rows in one axis."""
-    return Block(options, q, k, v, bias, seen, rows="t", elements="ts")
+    return Block(options, q, k, v, None, seen, rows="t", elements="ts")
 
 
 def over_heads(slices: int, run: Callable[..., Any], *arrays: Any) -> Any:
@@ -112,25 +93,15 @@ def over_heads(slices: int, run: Callable[..., Any], *arrays: Any) -> Any:
 
     An array that has one entry there is for all of them.
     """
-    found = in_slices(slices, run, *arrays)
-    return found[0] if len(found) == 1 else jax.tree.map(lambda *parts: jnp.concatenate(parts), *found)
-
-
-def in_slices(slices: int, run: Callable[..., Any], *arrays: Any) -> list[Any]:
-    """Computes `run(*arrays)` slice by slice as `over_heads` does; of fewer entries each is for several."""
     if slices <= 1:
-        return [run(*arrays)]
+        return run(*arrays)
     found: list[Any] = []
     size = jax.tree.leaves(arrays)[0].shape[0] // slices
-
-    def part(first, x):
-        first %= x.shape[0]
-        return x if x.shape[0] <= size else lax.slice_in_dim(x, first, first + size)
-
+    part = lambda first, x: x if x.shape[0] == 1 else lax.slice_in_dim(x, first, first + size)
     for number in range(slices):
         own = jax.tree.map(partial(part, number * size), arrays)
         found.append(run(*after(own, found[-1:])))
-    return found
+    return jax.tree.map(lambda *parts: jnp.concatenate(parts), *found)
 
 
 def after(arrays: Any, last: Any) -> Any:

@@ -18,13 +18,6 @@ what follows is elementwise and read once, so bytes decide, and a strip has fewe
   arrays lie on an Auto mesh a trace does not tell, and there they stay two axes. The one axis is cut, too: a
   strip of a few heads that holds all rows and keys reads their operands once, and has no sums.
 
-A bias of all elements makes strips whole planes of a few heads. A product adds it at its end, as it stands in
-memory: in the dtype of the logits, and of each head its own or of all heads one. So the backward widens it
-once, and takes entries that share one in turn; dlogits, rounded, are one array for its gradient and for the
-products with queries and keys. In the forward the readers of the product add what it cannot, and p is rounded
-as the backward rounds it: then delta is the sum that it stands for. Which rows see something their logits
-tell, at no pass over the bias.
-
 Strips of static extent have sizes of their own, known at trace time: for masks that shapes alone decide,
 causality and windows over indices, and for planes of at most one tile, where arrays skip nothing.
 
@@ -58,7 +51,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jax_attn_bwd._core import fusion, masks
-from jax_attn_bwd._core.numerics import accumulator_dtype, any_of_batch, reduce_to, to_rank
+from jax_attn_bwd._core.numerics import accumulator_dtype, any_of_batch, to_rank
 from jax_attn_bwd._core.pallas import on_local_shards, vary_alike
 from jax_attn_bwd._core.sharding import explicit_spec, full_like_operands, match_type, varying
 from jax_attn_bwd.ops.dot_product import layout, row_terms, visibility
@@ -70,7 +63,6 @@ from jax_attn_bwd.ops.dot_product.portable.strip_products import (
     after,
     attended,
     flat,
-    in_slices,
     merged,
     over_heads,
     shares,
@@ -87,9 +79,7 @@ def forward(plan: Plan, schedule: Strips, operands: Operands) -> Result:
     if not schedule.head_slices:
         return run(operands)
     rows: Any = PartitionSpec(*explicit_spec(operands.query)[:-1])
-    result = on_local_shards(run, lambda _: Result(rows, rows, rows), (operands,))
-    wide = result.out if plan.has_wide_out else None
-    return result._replace(out=result.out.astype(operands.query.dtype), wide_out=wide)
+    return on_local_shards(run, lambda _: Result(rows, rows, rows), (operands,))
 
 
 def backward(
@@ -160,11 +150,6 @@ def _forward_by_extents(options: Options, schedule: Strips, operands: Operands) 
     operands = vary_alike(operands)
     q, k, v, _ = unpoisoned(options, operands)
     *batch, K, G, _, _ = q.shape
-    broken = None
-    if operands.bias is not None:  # whether a row sees something its logits tell, too: no pass over the bias
-        q = layout.split_heads(operands.query, G)
-        broken = ~jnp.isfinite(q).all(-1)
-        q = jnp.where(broken[..., None], 0, q)
     sink = None
     if operands.sink is not None:
         sink = operands.sink.astype(accumulator_dtype(q.dtype)).reshape(K, G, 1, 1)
@@ -173,26 +158,18 @@ def _forward_by_extents(options: Options, schedule: Strips, operands: Operands) 
 
     # The rows of some heads, and those of all as the caller has them.
     run = partial(_rows, options, operands, strips(schedule, operands, 0))
-    arrays, bias = mask_arrays(schedule, operands), _bias(operands)
-    found = over_heads(_slices_of_forward(schedule, operands, bias), run, *given, arrays, bias)
+    found = over_heads(schedule.head_slices, run, *given, mask_arrays(schedule, operands))
     as_given = lambda x: layout.merge_heads(x.reshape(*batch, K, G, *x.shape[-2:]))
     out, lse, rounding = map(as_given, found)
-    result = Result(out, lse[..., 0], rounding[..., 0])
-    if broken is None:
-        return result
-    broken = layout.merge_rows(broken) & ~row_terms.sees_nothing(operands, result)
-    out, lse = jnp.where(broken[..., None], jnp.nan, out), jnp.where(broken, jnp.nan, result.lse)
-    return result._replace(out=out, lse=lse)
+    return Result(out, lse[..., 0], rounding[..., 0])
 
 
 def _rows(
-    options: Options, operands: Operands, cut: list[Strip], q: Any, k: Any, v: Any, sink: Any, arrays: Any,
-    bias: Any,
-) -> list[jax.Array]:  # fmt: skip
+    options: Options, operands: Operands, cut: list[Strip], q: Any, k: Any, v: Any, sink: Any, arrays: Any
+) -> list[jax.Array]:
     """Computes (out `[..., K, G, T, Hv]`, lse, lse_rounding `[..., K, G, T, 1]`) of some heads."""
     found: list[Any] = []
-    added_late = bias is not None and not _is_taken_by_products(bias, q)
-    step = jax.checkpoint(partial(attended, options, added_late))
+    step = jax.checkpoint(partial(attended, options))
     for strip in cut:
         # Rows and keys of the strip, which wait for the strip before.
         shape = (*q.shape[:-2], strip.rows[1] - strip.rows[0])
@@ -202,7 +179,7 @@ def _rows(
 
         extra = None if sink is None else flat(jnp.broadcast_to(sink, (*shape, 1)))
         seen = _seen(operands, strip, arrays, q.shape[-3], q.ndim - 1)
-        parts = step(rows, *keys, extra, seen, _bias_of(bias, q, as_it_stands=not added_late))
+        parts = step(rows, *keys, extra, seen)
         found.append([x.reshape(*shape, x.shape[-1]) for x in parts])
     return jax.tree.map(lambda *parts: jnp.concatenate(parts, -2), *found)
 
@@ -216,39 +193,24 @@ def _gradients_by_extents(
     dtype, operands = _dtype_of_gradients(operands, alike), alike
     q, k, v, live = unpoisoned(options, operands)
     *batch, K, G, _, _ = q.shape
-    if operands.bias is not None:
-        live = ~layout.split_rows(row_terms.sees_nothing(operands, result), G)
-        q = jnp.where(live[..., None], layout.split_heads(operands.query, G), 0)
     dout, *rows = row_terms.in_rows(result, live, dout, delta)
     whole = (q, k, v, dout.astype(v.dtype), *(x[..., None] for x in rows))
-    bias = None if operands.bias is None else _bias(operands).astype(accumulator_dtype(q.dtype))
-    arrays = mask_arrays(schedule, operands), bias
-    given = *(merged(schedule, x, len(batch)) for x in whole), *arrays
+    given = *(merged(schedule, x, len(batch)) for x in whole), mask_arrays(schedule, operands)
 
     # The gradients of some heads, and those of all as the caller has them.
     run = partial(_gradients_of_heads, options, wanted, dtype, operands, strips(schedule, operands, 1))
-    parts = in_slices(schedule.head_slices, run, *given)
-    of_bias = [part.pop("bias") for part in parts] if "bias" in wanted else []
-    found = parts[0] if len(parts) == 1 else jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
+    found = over_heads(schedule.head_slices, run, *given)
     own = {"query": 3, "key": 2, "value": 2}
-    grads = layout.as_given({n: x.reshape(*batch, K, *x.shape[-own[n] :]) for n, x in found.items()})
-    if of_bias:
-        dbias = _gradient_of_bias(operands, of_bias)
-        grads["bias"] = dbias if dtype == operands.query.dtype else dbias.astype(dtype)
-    return grads
+    return layout.as_given({n: x.reshape(*batch, K, *x.shape[-own[n] :]) for n, x in found.items()})
 
 
 def _gradients_of_heads(
     options: Options, wanted: frozenset[str], dtype: Any, operands: Operands, cut: list[Strip], *given: Any
 ) -> dict[str, Any]:
-    """Computes those of query `[..., K, G, T, H]`, of key and value `[..., K, S, H]`, of some heads.
-
-    That of the bias, `[..., K, G, T, S]`, has all elements of these heads.
-    """
-    q, k, v, dout, lse, rounding, delta, arrays, bias = given
+    """Computes those of query `[..., K, G, T, H]`, of key and value `[..., K, S, H]`, of some heads."""
+    q, k, v, dout, lse, rounding, delta, arrays = given
     columns: dict[str, list[jax.Array]] = {name: [] for name in ("key", "value") if name in wanted}
     dq, step = None, jax.checkpoint(partial(shares, options, wanted))
-    share: dict[str, Any] = {}
     for strip in cut:
         # Keys and rows of the strip, which wait for the strip before.
         keys = [lax.slice_in_dim(x, *strip.columns, axis=-2) for x in (k, v)]
@@ -257,14 +219,12 @@ def _gradients_of_heads(
 
         # dk and dv of its keys are whole, dq of its rows is a share.
         seen = _seen(operands, strip, arrays, q.shape[-3], q.ndim - 1)
-        share = step(*keys, *rows, seen, _bias_of(bias, q, as_it_stands=True))
+        share = step(*keys, *rows, seen)
         for name, parts in columns.items():
             parts.append(share[name].astype(dtype))
         if "query" in wanted:
             dq = _added(dq, share["query"], strip, q, (operands, *given))
     found = {name: jnp.concatenate(parts, -2) for name, parts in columns.items()}
-    if "bias" in wanted:  # the strip is the plane
-        found["bias"] = share["bias"].reshape(*q.shape[:-1], -1)
     return found if dq is None else found | {"query": dq.astype(dtype)}
 
 
@@ -277,69 +237,6 @@ def _added(dq: jax.Array | None, share: jax.Array, strip: Strip, q: jax.Array, o
     if dq is None:
         dq = full_like_operands(q, q.shape, 0, share.dtype, operands)
     return lax.dynamic_update_slice_in_dim(dq, lax.slice_in_dim(dq, *strip.rows, axis=-2) + share, first, -2)
-
-
-def _bias(operands: Operands) -> Any:
-    """Returns the bias `[heads of all entries, or of one, or 1, G|1, T, S]`; None = there is none."""
-    if operands.bias is None:
-        return None
-    bias = layout.plane(operands.bias, len(operands.sizes.batch), operands.sizes.G)
-    return bias.reshape(-1, *bias.shape[-3:])
-
-
-def _is_taken_by_products(bias: jax.Array, q: jax.Array) -> bool:
-    """Tells whether the kernel of the product of `q [heads, ...]` and keys can add the bias at its end.
-
-    XLA:GPU reads an array there as it stands in memory, and of each head its own, or of all heads one.
-    """
-    return bias.dtype == accumulator_dtype(q.dtype) and len(bias) in (1, len(q))
-
-
-def _slices_of_forward(schedule: Strips, operands: Operands, bias: jax.Array | None) -> int:
-    """Counts the slices of a forward: as many, or fewer, of whole entries, where these share a bias.
-
-    What adds it late reads it once for all entries of a slice.
-    """
-    batch, T, S, K, G = operands.sizes
-    entries = math.prod(batch)
-    if bias is None or entries == 1 or len(bias) != K or schedule.head_slices != entries:
-        return schedule.head_slices
-    return slices_of(entries, count(entries * K * G * T * S, SLICE_LOGITS))
-
-
-def _bias_of(bias: jax.Array | None, q: jax.Array, as_it_stands: bool) -> jax.Array | None:
-    """Lays out the bias of `q [heads, ...]`, `[heads|1, rows of all groups, columns]`.
-
-    Args:
-      as_it_stands: whether a product reads it.
-    """
-    if bias is None:
-        return None
-    own: Any = bias if as_it_stands else fusion.barrier(bias)  # else the wide one of the backward is read
-    own = flat(jnp.broadcast_to(own, (len(own), q.shape[-3], *own.shape[-2:])))
-    own = own if len(own) == 1 else jnp.tile(own, (len(q) // len(own), 1, 1))
-    return fusion.barrier(own) if as_it_stands else own
-
-
-def _gradient_of_bias(operands: Operands, parts: list[jax.Array]) -> jax.Array:
-    """Sums `[heads, G, T, S]` of some heads each, those of all entries, over what the bias broadcasts."""
-    bias, wide = operands.bias, accumulator_dtype(operands.query.dtype)
-    assert bias is not None  # its gradient is asked for
-    sizes = operands.sizes
-    plane = layout.plane(bias, len(sizes.batch), sizes.G)
-    heads = math.prod(plane.shape[:-3])
-
-    # Slices of the same heads, of one entry after the other, and of all heads.
-    def total(first: jax.Array, *rest: jax.Array) -> jax.Array:
-        return sum((x.astype(wide) for x in rest), first.astype(wide)) if rest else first
-
-    period = max(heads // len(parts[0]), 1)
-    sums = [total(*parts[number::period]) for number in range(period)]
-    found = sums[0] if period == 1 else jnp.concatenate(sums)
-    shape = (heads, *plane.shape[-3:])
-    if found.shape != shape:
-        found = reduce_to(found.astype(wide), shape)
-    return found.reshape(bias.shape)
 
 
 def mask_arrays(schedule: Strips, operands: Operands) -> list[jax.Array]:
@@ -641,7 +538,7 @@ def _forward_by_widths(options: Options, schedule: Strips, operands: Operands) -
         rows = source.rows(q, turn, own)
         sink = None if operands.sink is None else source.for_rows(operands.sink.astype(wide), rows)
         arrays = rows, source.columns(k, turn, met), source.columns(v, turn, met), sink
-        return None, source.of_heads(partial(attended, options, False), arrays, turn, own, met)
+        return None, source.of_heads(partial(attended, options), arrays, turn, own, met)
 
     # Every strip writes its rows of the results, which begin empty.
     heads = operands.query.shape[-2] if source.merges else 1
