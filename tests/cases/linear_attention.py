@@ -31,6 +31,9 @@ def _measured(**options):
         yield case(f"4 heads of 64: T={T}", **sizes, tags=tags, dtype="float32", **options)
 
 
+_ON_TPUS = dict(B=(1,), T=256, K=2, N=2, H=128, Hv=128, tags=("v5e", "v5p", "v6e", "tpu7x"))
+
+
 def _both(**delta):
     """Cases of both operators; `delta` are options of them."""
     return (
@@ -46,6 +49,8 @@ def _both(**delta):
         case("second_constant", decay="constant", **_SMALL, **delta),
         case("shard", state=True, lengths=(9, 4, 0, 7), **_SHARD, **delta),
         case("shard_constant", decay="constant", segments=2, **_SHARD, **delta),
+        case("H=128", state=True, **_ON_TPUS, **delta),
+        case("H=128, channels", decay="channel", **_ON_TPUS, **delta),
     )
 
 

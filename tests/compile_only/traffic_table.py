@@ -22,7 +22,7 @@ from jax_attn_bwd.ops.dot_product.portable.strips import StripSource
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options
 
 GPUS = ("H200", "A100")
-CHIPS = (*GPUS, "v5e")  # linear attention alone, which has no kernels, is compiled for a TPU, too
+CHIPS = (*GPUS, "v5e")  # linear attention alone is compiled for a TPU, too
 HEADING = "## Portable path beside the plain formula"
 LINEAR = ("gated_delta_rule", "gated_linear_attention")
 DOCUMENTS = 4  # of equal length, in a packed sequence

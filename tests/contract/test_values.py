@@ -43,11 +43,11 @@ def _left_to_the_portable_path(operator, case) -> bool:
 
 
 def _marks(operator, implementation: str, case) -> list:
-    """What XLA computes for the TPU kernels of deformable attention is left to the thorough tier: their
-    interpreter is slow.
+    """What XLA computes for the TPU kernels of deformable attention, and most of linear attention, is left to
+    the thorough tier: their interpreter is slow.
     """
-    for_xla = operator.name == "multi_scale_deformable_attention" and case.name != "second"
-    return [pytest.mark.thorough] if for_xla and implementation == "mosaic_tpu" else []
+    is_slow = operator.name.startswith(("multi_scale", "gated")) and case.name != "second"
+    return [pytest.mark.thorough] if is_slow and implementation == "mosaic_tpu" else []
 
 
 pytestmark = pytest.mark.usefixtures("one_device")

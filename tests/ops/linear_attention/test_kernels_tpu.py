@@ -28,7 +28,7 @@ def measured(operator, of, dtype="float32"):
 
 @thorough
 @pytest.mark.kernel
-@pytest.mark.parametrize("name", ["chunks", "constant", "resets", "hidden"])
+@pytest.mark.parametrize("name", ["chunks", "constant", "resets", "channels", "resets of channels"])
 @pytest.mark.parametrize("operator", [DELTA, LINEAR], ids=lambda o: o.name)
 def test_named_cases(operator, name):
     (found,) = (found for found in operator.cases if found.name == name)
@@ -40,6 +40,13 @@ def test_named_cases(operator, name):
 @pytest.mark.parametrize("T", [1, 127, 128, 131, 259])
 def test_tokens_of_whole_and_of_broken_chunks(T):
     measured(DELTA, case(f"T={T}", T=T, H=64, Hv=64, **FEW, **NORM))
+
+
+@thorough
+@pytest.mark.kernel
+def test_channels_over_two_chunks_with_lengths():
+    sizes = dict(B=(2,), K=1, N=2, H=8, Hv=8, T=133, lengths=(20, 133), segments=2, growth=3.0)
+    measured(LINEAR, case("channels", decay="channel", delta=False, **sizes))
 
 
 @thorough
@@ -96,7 +103,6 @@ def test_vmap_grad_of_grad_and_states_from_call_to_call():
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"log_decay": jax.ShapeDtypeStruct((1, 8, 2, 64), "float32")}, "a decay a head, not one a channel"),
         ({"value": jax.ShapeDtypeStruct((1, 8, 2, 300), "float32")}, "at most 256 channels, got 300"),
         ({"beta": jax.ShapeDtypeStruct((1, 8, 2), "float16")}, "beta must be one of .* got float16"),
         (

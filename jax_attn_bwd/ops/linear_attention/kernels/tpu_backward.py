@@ -17,19 +17,14 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec
 
 from jax_attn_bwd._core import mosaic_tpu, pallas
+from jax_attn_bwd._core.mosaic_tpu import LANES
 from jax_attn_bwd._core.numerics import total
 from jax_attn_bwd._core.sharding import match_type
 from jax_attn_bwd.ops.linear_attention.kernels import tpu_chunks as tpu
+from jax_attn_bwd.ops.linear_attention.kernels import tpu_decays as chunk
 from jax_attn_bwd.ops.linear_attention.kernels import tpu_forward
-from jax_attn_bwd.ops.linear_attention.kernels.tpu_chunks import (
-    CHUNK,
-    Chunks,
-    Decays,
-    Head,
-    KeyHead,
-    Stages,
-    product,
-)
+from jax_attn_bwd.ops.linear_attention.kernels.tpu_chunks import CHUNK, Chunks, Decays, Stages, product
+from jax_attn_bwd.ops.linear_attention.kernels.tpu_decays import Inside, KeyHead
 from jax_attn_bwd.ops.linear_attention.plan import Plan
 from jax_attn_bwd.ops.linear_attention.spec import Operands, Options, Residuals
 
@@ -52,7 +47,9 @@ def _backward(options, between, interpret, wanted, residuals, dout, dfinal):
     def specs(specs: Operands, states: Any, *_):
         *batch, _, heads, _ = specs.value
         tokens = PartitionSpec(*specs.value[:-1])
-        found = {"log_decay": tokens, "beta": tokens}
+        found = {"beta": tokens}
+        if operands.log_decay is not None and operands.log_decay.ndim == 1:
+            found["log_decay"] = tokens
         found["initial_state"] = PartitionSpec(*batch, heads, None, None)
         return {name: found.get(name, getattr(specs, name)) for name in names}
 
@@ -91,6 +88,8 @@ def _of_shard(
         known.rows,
         chunks.lay_states(merged),
     ]
+    of_decays = chunks.of_tokens(chunks.value_heads * width, last_first)
+    arrays += (of_channels := chunks.of_each_channel(operands))
     if dfinal is not None:
         arrays.append(chunks.lay_state(dfinal))
     arrays = pallas.vary_alike(arrays)
@@ -103,8 +102,11 @@ def _of_shard(
         "rows": ((B, N, count, tpu.TILE, CHUNK), jnp.float32, of_rows),
         "initial_state": ((B, N, width, value_width), jnp.float32, of_state),
     }
-    has_rows = bool(wanted & {"log_decay", "beta"})
-    names = [name for name in made if name in wanted or (name == "rows" and has_rows)]
+    asked = wanted | {"rows"} if wanted & {"log_decay", "beta"} else wanted
+    for x in of_channels:
+        made["log_decay"] = x.shape, x.dtype, of_decays
+        asked = wanted | {"rows"} if "beta" in wanted else wanted
+    names = [name for name in made if name in asked]
     found = mosaic_tpu.launch(
         partial(_kernel, chunks, wanted, tuple(names), dfinal is not None),
         "linear_attention_backward",
@@ -113,7 +115,7 @@ def _of_shard(
         parallel=2,
         in_specs=[
             of_keys, of_keys, of_values, of_values, of_rows, chunks.of_states(last_first),
-            *[of_state] * (dfinal is not None),
+            *[of_decays] * chunks.of_channels, *[of_state] * (dfinal is not None),
         ],
         out_specs=[made[name][2] for name in names],
         out_type=[pallas.out_type(made[name][0], made[name][1], arrays) for name in names],
@@ -123,14 +125,16 @@ def _of_shard(
     # in the shapes of the operands
     grads = dict(zip(names, found, strict=True))
     rows = grads.pop("rows", None)
-    unlaid = {"query": (K, H), "key": (K, H), "value": (N, Hv)}
+    unlaid = {"query": (K, H), "key": (K, H), "value": (N, Hv), "log_decay": (N, H)}
     result = {name: chunks.unlay(grads[name], *unlaid[name]) for name in unlaid.keys() & grads.keys()}
     if "initial_state" in grads:
         result["initial_state"] = chunks.unlay_state(grads["initial_state"])
     if "beta" in wanted:
         result["beta"] = chunks.unlay_rows(jnp.where(known.seen, rows[..., _Rows.beta, :], 0))
-    if "log_decay" in wanted:
-        result["log_decay"] = chunks.unlay_rows(_of_decays(known, rows))
+    if "log_decay" in wanted and not chunks.of_channels:
+        dg = chunks.unlay_rows(_of_decays(known, rows))
+        has_axis = operands.log_decay is not None and operands.log_decay.ndim == operands.value.ndim
+        result["log_decay"] = dg[..., None] if has_axis else dg
     return result
 
 
@@ -153,35 +157,35 @@ def _kernel(
     value: Any, dout: Any, rows: Any, states: Any, *refs: Any,
 ) -> None:  # fmt: skip
     """Passes one chunk of each head of a step."""
-    *results, dstate = refs[has_dfinal:]
+    read = chunks.of_channels + has_dfinal
+    log_decay, (*results, dstate) = refs[0] if chunks.of_channels else None, refs[read:]
     outputs = dict(zip(names, results, strict=True))
 
     @pl.when(pl.program_id(2) == 0)
     def _():
-        dstate[...] = refs[0][...] if has_dfinal else jnp.zeros_like(dstate)
+        dstate[...] = refs[read - 1][...] if has_dfinal else jnp.zeros_like(dstate)
 
-    heads = [Head.of(rows[n]) for n in range(chunks.value_heads)]
-    keys = []
-    for k in range(chunks.key_heads):
-        head, of = heads[k * chunks.groups], slice(k * chunks.width, (k + 1) * chunks.width)
-        keys.append(KeyHead.of(chunks, *(tpu.seen(chunks, head, x[:, of]) for x in (query, key))))
+    numbers, keys = chunk.read_keys(chunks, query, key, rows)
 
-    def of_value_head(n: int) -> Stages[_OfKeys]:
-        of = slice(n * chunks.value_width, (n + 1) * chunks.value_width)
-        v, do = (tpu.seen(chunks, heads[n], x[:, of]) for x in (value, dout))
-        given = heads[n], keys[n // chunks.groups], v, do, states[n], dstate[n]
-        found = yield from _of_head(chunks, wanted, *given)
+    def pass_head(n: int) -> Stages[_OfKeys]:
+        (of, v), (_, do) = (chunk.read_value(chunks, numbers[n], x, n) for x in (value, dout))
+        of_channels, own = slice(n * chunks.width, (n + 1) * chunks.width), keys[n // chunks.groups]
+        g = None if log_decay is None else log_decay[:, of_channels]
+        within = yield from chunk.inside(chunks, own, numbers[n], g)
+        found = yield from _of_head(chunks, wanted, within, own, v, do, states[n], dstate[n])
         dstate[n] = found.state
         if "value" in outputs:
             outputs["value"][:, of] = found.value.astype(outputs["value"].dtype)
         if "rows" in outputs:
             outputs["rows"][n] = found.rows
+        if "log_decay" in outputs:
+            outputs["log_decay"][:, of_channels] = found.log_decay.astype(outputs["log_decay"].dtype)
         return found.keys
 
-    shares = tpu.in_lockstep([of_value_head(n) for n in range(chunks.value_heads)])
+    shares = tpu.in_lockstep([pass_head(n) for n in range(chunks.value_heads)])
 
     # what the value heads of a key head add up to
-    def of_key_head(k: int) -> Stages[None]:
+    def pass_keys(k: int) -> Stages[None]:
         own = shares[k * chunks.groups : (k + 1) * chunks.groups]
         summed = _OfKeys(*(total(*parts) for parts in zip(*own, strict=True)))
         of = slice(k * chunks.width, (k + 1) * chunks.width)
@@ -189,7 +193,7 @@ def _kernel(
         for name, x in found.items():
             outputs[name][:, of] = x.astype(outputs[name].dtype)
 
-    tpu.in_lockstep([of_key_head(k) for k in range(chunks.key_heads)])
+    tpu.in_lockstep([pass_keys(k) for k in range(chunks.key_heads)])
 
     @pl.when(pl.program_id(2) == pl.num_programs(2) - 1)
     def _():
@@ -200,10 +204,10 @@ def _kernel(
 class _OfKeys(NamedTuple):
     """What a value head gives its key head; None = not asked."""
 
-    query: Any  # f (dO S0^T), [C, H]
-    key: Any  # what keys get through the states, [C, H]
-    reads: Any  # dP with the decays, [C, C]
-    overlaps: Any  # b dA with the decays, [C, C]; None without a delta rule, too
+    query: jax.Array  # of normalized, scaled queries, without what follows by the planes, [C, H]
+    key: jax.Array  # of normalized keys, likewise
+    reads: Any  # dP with the decays, [C, C]; None with decays of channels, as the next
+    overlaps: Any  # b dA with the decays, [C, C]; None without a delta rule
 
 
 class _OfHead(NamedTuple):
@@ -212,77 +216,129 @@ class _OfHead(NamedTuple):
     state: jax.Array  # dS0, [H, Hv]
     value: jax.Array  # [C, Hv]
     rows: Any  # of `_Rows`, [8, C]
+    log_decay: Any  # of channels, [C, H]
     keys: _OfKeys
 
 
+class _Pairs(NamedTuple):
+    """The cotangents of the planes of a chunk, `[C, C]`, and what goes through the states, `[C, H]`."""
+
+    reads: jax.Array  # dP, all of it
+    overlaps: Any  # b dA, 0 but for j < i; None without a delta rule
+    query: jax.Array  # f (dO S0^T)
+    read: jax.Array  # what keys get that later tokens read
+    reader: Any  # what they get as readers; None without a delta rule
+    passed: jax.Array  # exp(c_C) sum_v S0 dS1, [1 or H, 1]
+
+
 def _of_head(
-    chunks: Chunks, wanted: Collection[str], head: Head, keys: KeyHead, value: jax.Array, dout: jax.Array,
-    before: jax.Array, dafter: jax.Array,
+    chunks: Chunks, wanted: Collection[str], within: Inside, keys: KeyHead, value: jax.Array,
+    dout: jax.Array, before: jax.Array, dafter: jax.Array,
 ) -> Stages[_OfHead]:  # fmt: skip
-    """Computes (7) to (11), (18), and what the key head needs of this value head."""
-    options, column = chunks.options, head.column
-    of = partial(product, chunks)
-    is_delta, of_decays = options.is_delta, "log_decay" in wanted
-    of_query = options.scale * column.from_start * keys.query_norm
-    of_start, of_end = column.from_start * keys.key_norm, column.to_end * keys.key_norm
+    """Computes (7) to (11), and what the gradients of decays, queries and keys need of this value head."""
+    of, is_delta, beta = partial(product, chunks), chunks.options.is_delta, within.column.beta
 
     # the chunk again
-    u, reads = value, keys.reads * head.plane
+    u = value
     if is_delta:
-        solved, rest, u = yield from tpu.corrections(chunks, head, keys, value, before)
+        solved, rest, u = yield from chunk.corrections(chunks, within, value, before)
 
     # (7), (8)
-    du = of(reads, dout, (0, 0)) + of(keys.key, dafter) * of_end
+    du = of(within.reads, dout, (0, 0)) + within.at_end.times(chunks, dafter)
     yield
-    dstate = column.whole[:1] * dafter + of(keys.query, of_query * dout, (0, 0))
-    dv, dr = du, None
+    dstate = within.whole * dafter + within.reader.transposed_times(chunks, dout)
+    dv, dr = du, du
     if is_delta:
         dr = of(solved, du, (0, 0))
         yield
-        dv = column.beta * dr
-        dstate = dstate - of(keys.key, of_start * dv, (0, 0))
+        dv = beta * dr
+        dstate = dstate - within.at_start.transposed_times(chunks, dv)
     yield
 
-    # (9), with the decays between the tokens
-    dreads = of(dout, u, (1, 1)) * head.plane
-    doverlaps = None
+    # (9) to (11)
+    dreads, da, doverlaps, reader = of(dout, u, (1, 1)), None, None, None
+    query = of(dout, before, (1, 1)) * within.from_start
+    read = of(u, dafter, (1, 1)) * within.to_end
     if is_delta:
-        is_before = tpu.number(dreads.shape, 0) > tpu.number(dreads.shape, 1)
-        da = jnp.where(is_before, of(dr, u, (1, 1)), 0) * -head.plane
-        doverlaps = column.beta * da
+        da = chunk.strictly_lower(-of(dr, u, (1, 1)))
+        doverlaps = beta * da
+        reader = of(dv, before, (1, 1)) * -within.from_start
+    passed = within.whole * (before * dafter).sum(1, keepdims=True)
+    pairs = _Pairs(dreads, doverlaps, query, read, reader, passed)
     yield
+    column = {}
+    if is_delta and "beta" in wanted:
+        column["beta"] = (dr * rest).sum(1, keepdims=True) + (da * within.overlaps).sum(1, keepdims=True)
 
-    # (10) with its factors, of normalized queries and keys
-    dq = of(dout, before, (1, 1)) * column.from_start
-    read = of(u, dafter, (1, 1)) * column.to_end
-    reader = None
-    if is_delta:
-        reader = of(dv, before, (1, 1)) * -column.from_start
+    # through the decays
+    if within.channels is not None:
+        share, dg = yield from _through_channels(chunks, wanted, within, keys, pairs, dout, u)
+        rows = _rows(column) if column else None
+        return _OfHead(dstate, dv, rows, dg, share)
+    share = _OfKeys(
+        query,
+        read if reader is None else read + reader,
+        dreads * within.plane,
+        None if doverlaps is None else doverlaps * within.plane,
+    )
+    across = None
+    if "log_decay" in wanted:
+        across = _of_shared_decays(chunks, within, keys, pairs, column)
     yield
+    rows = _rows(column, across) if column else None
+    return _OfHead(dstate, dv, rows, None, share)
 
-    # (11), (18): numbers of tokens
-    rows = None
-    if of_decays or "beta" in wanted:
-        zero = jnp.zeros((CHUNK, 1), jnp.float32)
-        start = end = passed = dbeta = zero
-        pairs = jnp.zeros((1, CHUNK), jnp.float32)
-        if is_delta:
-            dbeta = (dr * rest).sum(1, keepdims=True) + (da * keys.overlaps).sum(1, keepdims=True)
-        if of_decays:
-            start = (keys.query * dq).sum(1, keepdims=True) * (options.scale * keys.query_norm)
-            if is_delta:
-                start += (keys.key * reader).sum(1, keepdims=True) * keys.key_norm
-            end = (keys.key * read).sum(1, keepdims=True) * keys.key_norm
-            share = (before * dafter).sum(1, keepdims=True).sum(0, keepdims=True)
-            passed = column.whole * share
-            of_pairs = dreads * keys.reads
-            of_pairs = of_pairs if doverlaps is None else of_pairs + doverlaps * keys.overlaps
-            pairs = _across_token(chunks, of_pairs)
-        tile = tpu.as_rows(start, end, passed, dbeta)
-        rows = jnp.where(tpu.number(tile.shape, 0) == _Rows.pairs, pairs, tile)
+
+def _rows(columns: dict[str, jax.Array], across: jax.Array | None = None) -> jax.Array:
+    """Returns the tile of `_Rows`, `[8, C]`."""
+    zero = jnp.zeros((CHUNK, 1), jnp.float32)
+    tile = tpu.as_rows(*(columns.get(name, zero) for name in ("start", "end", "passed", "beta")))
+    return tile if across is None else jnp.where(tpu.number(tile.shape, 0) == _Rows.pairs, across, tile)
+
+
+def _of_shared_decays(
+    chunks: Chunks, within: Inside, keys: KeyHead, pairs: _Pairs, column: dict[str, jax.Array]
+) -> jax.Array:
+    """Puts the sums of (18) for single tokens in `column`; returns those over pairs, `[1, C]`."""
+    query, key = keys.units
+    start = (query * pairs.query).sum(1, keepdims=True)
+    of_pairs = pairs.reads * within.reads
+    if pairs.overlaps is not None:
+        start += (key * pairs.reader).sum(1, keepdims=True)
+        of_pairs += pairs.overlaps * within.overlaps
+    end = (key * pairs.read).sum(1, keepdims=True)
+    passed = jnp.broadcast_to(pairs.passed.sum(0, keepdims=True), (CHUNK, 1))
+    column |= {"start": start, "end": end, "passed": passed}
+    return _across_token(chunks, of_pairs)
+
+
+def _through_channels(
+    chunks: Chunks, wanted: Collection[str], within: Inside, keys: KeyHead, pairs: _Pairs, dout: jax.Array,
+    u: jax.Array,
+) -> Stages[tuple[_OfKeys, Any]]:  # fmt: skip
+    """Computes (12) to (17) where channels have decays of their own."""
+    (query, key), channels = keys.units, within.channels
+    assert channels is not None
+    dq = pairs.query + (yield from channels.earlier(chunks, pairs.reads, key))
+    read = pairs.read + (yield from channels.later(chunks, pairs.reads, query))
+    dk = -read
+    if pairs.overlaps is not None:
+        read += yield from channels.later(chunks, pairs.overlaps, key)
+        reader = pairs.reader + (yield from channels.earlier(chunks, pairs.overlaps, key))
+        dk = reader - read
+    dg = None
+    if "log_decay" in wanted:
+        dc = query * dq + key * dk
+        whole = (key * pairs.read).sum(0, keepdims=True)
+        whole += jnp.broadcast_to(pairs.passed, (pairs.passed.shape[0], LANES)).T[:1]
+        dc += jnp.where(tpu.number(dc.shape, 0) == CHUNK - 1, whole, 0)
+        behind = tpu.number((CHUNK, CHUNK), 0) <= tpu.number((CHUNK, CHUNK), 1)
+        dg = product(chunks, behind.astype(jnp.bfloat16), dc, is_exact=True)
+        dg = tpu.seen(chunks, within.column, jnp.where(channels.restarts, 0, dg))
     yield
-    of_key = read if reader is None else read + reader
-    return _OfHead(dstate, dv, rows, _OfKeys(dq, of_key, dreads, doverlaps))
+    own = (chunk.wide(dout) * chunk.wide(u)).sum(1, keepdims=True)
+    dk = read if pairs.overlaps is None else read + reader
+    return _OfKeys(dq + own * key, dk + own * query, None, None), dg
 
 
 def _across_token(chunks: Chunks, plane: jax.Array) -> jax.Array:
@@ -296,24 +352,24 @@ def _across_token(chunks: Chunks, plane: jax.Array) -> jax.Array:
 def _of_keys(
     chunks: Chunks, wanted: Collection[str], keys: KeyHead, share: _OfKeys
 ) -> Stages[dict[str, jax.Array]]:
-    """Computes (12) to (14), and passes the norm: the gradients of queries and keys."""
-    options, found, of = chunks.options, {}, partial(product, chunks)
+    """Adds what (12) to (14) have of planes, and passes the norm: the gradients of queries and keys."""
+    found, of, (dq, dk, reads, overlaps) = {}, partial(product, chunks), share
     if "query" in wanted:
-        dq = share.query + of(share.reads * keys.key_norm_row, keys.key)
-        found["query"] = _through_norm(chunks, keys.query, keys.query_norm, dq, options.scale)
+        dq = dq if reads is None else dq + of(reads * keys.key_norm_row, keys.key)
+        found["query"] = _through_norm(chunks, keys.query, keys.query_norm, dq, chunks.options.scale)
     yield
     if "key" in wanted:
-        dk = share.key + of(share.reads * (options.scale * keys.query_norm), keys.query, (0, 0))
+        dk = dk if reads is None else dk + of(reads * keys.query_norm, keys.query, (0, 0))
         yield
-        if share.overlaps is not None:
-            dk += of((share.overlaps + share.overlaps.T) * keys.key_norm_row, keys.key)
+        if overlaps is not None:
+            dk += of((overlaps + overlaps.T) * keys.key_norm_row, keys.key)
         found["key"] = _through_norm(chunks, keys.key, keys.key_norm, dk)
     return found
 
 
 def _through_norm(chunks: Chunks, x: jax.Array, norm: Any, d: jax.Array, scale: float = 1.0) -> jax.Array:
-    """Returns `scale` times the gradient of rows `x` that `norm` multiplies, from that of their product."""
+    """Returns the gradient of rows `x` from that of `norm` times them, of length `scale` where normalized."""
     if chunks.options.l2_norm_epsilon is not None:
-        normed = norm * x
+        normed = (norm / scale) * chunk.wide(x)
         d = d - normed * (normed * d).sum(1, keepdims=True)
-    return (scale * norm) * d
+    return norm * d

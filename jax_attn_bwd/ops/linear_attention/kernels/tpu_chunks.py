@@ -32,8 +32,8 @@ from jax_attn_bwd.ops.linear_attention.spec import Operands, Options
 CHUNK = 128  # tokens: the side of the matrix unit
 _SIZE = 256  # the largest key and value size
 _STATES = 2**19  # numbers in the states of a step: 8 heads of 256 x 256
-_SIDE_BY_SIDE = 4  # value heads of a step, where they need not be more
-_EXACT = 1024.0  # sums of 128 multiples of 1 / 1024, none below -104, are exact in float32
+_SIDE_BY_SIDE = 4  # value heads of a step, where they need not be more; half as many with decays of channels
+EXACT = 1024.0  # sums of 128 multiples of 1 / 1024, none below -104, are exact in float32
 TILE = 8  # rows of a register: blocks of the inverse that are found by substitution
 
 R = TypeVar("R")
@@ -54,8 +54,6 @@ def unsupported(options: Options, operands: Operands) -> str | None:
         return f"query and value must not be empty, got shapes {query.shape} and {value.shape}"
     if (size := max(query.shape[-1], value.shape[-1])) > _SIZE:
         return f"keys and values may have at most {_SIZE} channels, got {size}"
-    if has_decays_of_channels(operands):
-        return "it has a decay a head, not one a channel"
     chunks = Chunks.of(options, operands)
     if chunks.value_heads * chunks.width * chunks.value_width > _STATES:
         return f"the states of {chunks.value_heads} value heads that read the same keys do not fit in memory"
@@ -77,6 +75,7 @@ class Chunks:
       key_heads: of a step.
       is_masked: some tokens of a chunk may not be seen.
       is_narrow: products take bfloat16.
+      of_channels: each channel of the keys has a decay of its own.
     """
 
     options: Options
@@ -87,6 +86,7 @@ class Chunks:
     key_heads: int
     is_masked: bool
     is_narrow: bool
+    of_channels: bool
 
     @classmethod
     def of(cls, options: Options, operands: Operands) -> "Chunks":
@@ -95,13 +95,14 @@ class Chunks:
         unit = LANES if K % 2 else LANES // 2
         width, value_width = round_up(H, unit), round_up(Hv, unit)
         key_heads = _key_heads(K)
-        while 2 * key_heads * (N // K) <= _SIDE_BY_SIDE and K % (2 * key_heads) == 0:
+        has_channels = has_decays_of_channels(operands)
+        most = _SIDE_BY_SIDE // 2 if has_channels else _SIDE_BY_SIDE
+        while 2 * key_heads * (N // K) <= most and K % (2 * key_heads) == 0:
             key_heads *= 2
         is_masked = operands.seq_lengths is not None or T % CHUNK != 0
         is_narrow = operands.value.dtype == jnp.bfloat16
-        return cls(
-            options, tuple(batch), (T, K, N, H, Hv), width, value_width, key_heads, is_masked, is_narrow
-        )
+        sizes, padded = (T, K, N, H, Hv), (width, value_width)
+        return cls(options, tuple(batch), sizes, *padded, key_heads, is_masked, is_narrow, has_channels)
 
     @property
     def groups(self) -> int:
@@ -122,6 +123,11 @@ class Chunks:
     def lay(self, x: jax.Array) -> jax.Array:
         """Turns queries or keys `[..., T, K, H]` into `[B, T, K width]`."""
         return self._lay(x, self.width)
+
+    def of_each_channel(self, operands: Operands) -> list[jax.Array]:
+        """Returns [decays of channels `[B, T, N width]`], or nothing where channels share theirs."""
+        g = operands.log_decay
+        return [self._lay(g, self.width)] if self.of_channels and g is not None else []
 
     def lay_values(self, x: jax.Array) -> jax.Array:
         """Turns values or their cotangents `[..., T, N, Hv]` into `[B, T, N value_width]`."""
@@ -185,7 +191,10 @@ class Chunks:
 
 
 class Rows(NamedTuple):
-    """What is a number a token, `[1, C]` or `[C, 1]`; in one array, `[B, N, chunks, 8, C]`, float32."""
+    """What is a number a token, `[1, C]` or `[C, 1]`; in one array, `[B, N, chunks, 8, C]`, float32.
+
+    With decays of channels c is 0, and restarts are those of documents alone.
+    """
 
     high: jax.Array  # c of multiples of 2^-10
     low: jax.Array  # c of the rest
@@ -194,7 +203,7 @@ class Rows(NamedTuple):
     to_end: jax.Array  # exp(c_C - c), 0 before the last one
     beta: jax.Array
     seen: jax.Array  # 1, or 0 beyond the lengths
-    whole: jax.Array  # exp(c_C), 0 with a restart, the same for all tokens
+    whole: jax.Array  # exp(c_C), 0 with a restart, the same for all tokens; of channels: 1 at a restart
 
 
 class Decays(NamedTuple):
@@ -211,21 +220,22 @@ def decays(chunks: Chunks, operands: Operands) -> Decays:
 
     # `[..., T, N or 1, 1]` to `[B, N or 1, chunks, C]`
     def lay(x):
-        x = (x if seen is None else jnp.where(seen, x, 0))[..., 0]
+        x = (x if seen is None else jnp.where(seen, x, jnp.zeros((), x.dtype)))[..., 0]
         x = jnp.pad(x, [*[(0, 0)] * (x.ndim - 2), (0, count * CHUNK - T), (0, 0)])
         x = jnp.broadcast_to(x, (*chunks.batch, *x.shape[-2:])).reshape(B, count, CHUNK, x.shape[-1])
         return x.transpose(0, 3, 1, 2)
 
-    g = lay(layout.decay_of_tokens(operands).astype(jnp.float32))
+    g = layout.decay_of_tokens(operands)
+    g = lay((jnp.zeros_like(g[..., :1]) if chunks.of_channels else g).astype(jnp.float32))
     restarts = jnp.exp(g) == 0
     if operands.restarts is not None:
         restarts = restarts | lay(operands.restarts[..., None, None])
-    beta = 1.0 if operands.beta is None else lay(operands.beta[..., None].astype(jnp.float32))
+    beta: Any = 1.0 if operands.beta is None else lay(operands.beta[..., None].astype(jnp.float32))
     is_seen = lay(jnp.ones((*(1,) * len(chunks.batch), T, 1, 1), bool))
 
     # c in two parts, and what follows from it
     g = jnp.where(restarts, 0, g)
-    high = jnp.round(g * _EXACT) / _EXACT
+    high = jnp.round(g * EXACT) / EXACT
     number = lax.cumsum(restarts.astype(jnp.int32), 3)
     c_high, c_low = lax.cumsum(high, 3), lax.cumsum(g - high, 3)
     last = lambda x: x[..., -1:]
@@ -240,10 +250,10 @@ def decays(chunks: Chunks, operands: Operands) -> Decays:
         factor(left, number == last(number)),
         beta,
         is_seen,
-        factor(last(c), last(number) == 0),
+        restarts if chunks.of_channels else factor(last(c), last(number) == 0),
     )
-    rows = [jnp.broadcast_to(x, (B, N, count, CHUNK)).astype(jnp.float32) for x in rows]
-    return Decays(jnp.stack(rows, 3), restarts, is_seen)
+    alike = [jnp.broadcast_to(x, (B, N, count, CHUNK)).astype(jnp.float32) for x in rows]
+    return Decays(jnp.stack(alike, 3), restarts, is_seen)
 
 
 # ---- within a kernel
@@ -294,14 +304,9 @@ def product(
     return sum(found[1:], found[0])
 
 
-def number(shape: tuple[int, int], axis: int) -> jax.Array:
+def number(shape: tuple[int, ...], axis: int) -> jax.Array:
     """Returns the number of each row (0) or column (1) of a matrix."""
     return lax.broadcasted_iota(jnp.int32, shape, axis)
-
-
-def _columns(tile: jax.Array, count: int) -> list[jax.Array]:
-    upright = jnp.concatenate([tile] * (CHUNK // TILE), 0).T
-    return [upright[:, i : i + 1] for i in range(count)]
 
 
 def as_rows(*columns: jax.Array) -> jax.Array:
@@ -313,71 +318,41 @@ def as_rows(*columns: jax.Array) -> jax.Array:
     return found.T[:TILE]
 
 
-@dataclass(frozen=True)
-class Head:
-    """The numbers of the tokens of one value head, as rows and as columns, and the decays between them."""
-
-    row: Rows
-    column: Rows
-    plane: jax.Array  # exp(c_i - c_j) for j <= i, else 0, [C, C]
-
-    @classmethod
-    def of(cls, tile: jax.Array) -> "Head":
-        """Reads what XLA made, `[8, C]`."""
-        row = Rows(*(tile[i : i + 1] for i in range(TILE)))
-        column = Rows(*_columns(tile, TILE))
-        c = (column.high - row.high) + (column.low - row.low)
-        is_read = number(c.shape, 0) >= number(c.shape, 1)
-        is_read &= column.number == row.number
-        return cls(row, column, jnp.exp(jnp.where(is_read, c, -jnp.inf)))
-
-
-@dataclass(frozen=True)
-class KeyHead:
-    """The queries and keys of one key head; what normalizing multiplies by stays a factor of its own."""
-
-    query: jax.Array  # as it is given, 0 where it is not seen, [C, H]
-    key: jax.Array
-    query_norm: Any  # [C, 1], or 1
-    key_norm: Any
-    key_norm_row: Any  # [1, C]
-    reads: jax.Array  # scale <q_i, k_j>, [C, C]
-    overlaps: Any  # <k_i, k_j> for j < i, else 0; None without a delta rule
-
-    @classmethod
-    def of(cls, chunks: Chunks, query: jax.Array, key: jax.Array) -> "KeyHead":
-        """Computes the products of all heads that read this one."""
-        epsilon = chunks.options.l2_norm_epsilon
-        of_query, of_key, row = 1.0, 1.0, 1.0
-        if epsilon is not None:
-            of_query, of_key = (_norm(x, epsilon) for x in (query, key))
-            row = as_rows(of_key)[:1]
-        reads = product(chunks, query, key, (1, 1)) * (chunks.options.scale * of_query * row)
-        overlaps = None
-        if chunks.options.is_delta:
-            is_before = number(reads.shape, 0) > number(reads.shape, 1)
-            overlaps = jnp.where(is_before, product(chunks, key, key, (1, 1)) * (of_key * row), 0)
-        return cls(query, key, of_query, of_key, row, reads, overlaps)
-
-
-def _norm(x: jax.Array, epsilon: float) -> jax.Array:
-    x = x.astype(jnp.float32)
-    return lax.rsqrt((x * x).sum(1, keepdims=True) + epsilon)
-
-
-def seen(chunks: Chunks, head: Head, x: jax.Array) -> jax.Array:
+def seen(chunks: Chunks, column: Rows, x: jax.Array) -> jax.Array:
     """Returns rows `[C, X]` with zeros where tokens are not seen."""
-    return jnp.where(head.column.seen != 0, x, jnp.zeros_like(x)) if chunks.is_masked else x
+    return jnp.where(column.seen != 0, x, jnp.zeros_like(x)) if chunks.is_masked else x
 
 
-def corrections(
-    chunks: Chunks, head: Head, keys: KeyHead, value: jax.Array, before: jax.Array
-) -> Stages[tuple[jax.Array, jax.Array, jax.Array]]:
-    """Returns M = (I + A)^-1 `[C, C]`, V - K^ S0 and U `[C, Hv]`, by (5)."""
-    beta, of_start = head.column.beta, head.column.from_start * keys.key_norm
-    rest = value - product(chunks, keys.key, before) * of_start
-    solved = yield from inverse(chunks, beta * keys.overlaps * head.plane)
-    return solved, rest, product(chunks, solved, beta * rest)
+def numbers(tile: jax.Array) -> tuple[Rows, Rows]:
+    """Returns what XLA made of the tokens of a value head, `[8, C]`, as rows and as columns."""
+    upright = jnp.concatenate([tile] * (CHUNK // TILE), 0).T
+    row = Rows(*(tile[i : i + 1] for i in range(TILE)))
+    return row, Rows(*(upright[:, i : i + 1] for i in range(TILE)))
+
+
+class Halves(NamedTuple):
+    """The later halves of stretches of `2 size` tokens, 8 or more, beside one another."""
+
+    size: int
+
+    def later(self, x: jax.Array) -> jax.Array:
+        """Returns the rows of the later halves, `[C / 2, X]`."""
+        n = self.size
+        return jnp.concatenate([x[i + n : i + 2 * n] for i in range(0, CHUNK, 2 * n)], 0)
+
+    def placed(self, x: jax.Array, earlier: jax.Array | None = None) -> jax.Array:
+        """Returns `[C, X]`: `x` `[C / 2, X]` in the later halves, and 0 or rows of `earlier` elsewhere."""
+        n, rows = self.size, []
+        zeros = jnp.zeros((n, x.shape[1]), x.dtype)
+        for i in range(0, CHUNK // 2, n):
+            rows += [zeros if earlier is None else earlier[2 * i : 2 * i + n], x[i : i + n]]
+        return jnp.concatenate(rows, 0)
+
+    def between(self, plane: jax.Array) -> jax.Array:
+        """Returns the rows of the later halves `[C / 2, C]`, 0 but in the columns of the earlier ones."""
+        row, column, level = number(plane.shape, 0), number(plane.shape, 1), self.size.bit_length() - 1
+        is_between = (self.later(column) >> level) == (self.later(row) >> level) - 1
+        return jnp.where(is_between, self.later(plane), 0)
 
 
 def inverse(chunks: Chunks, a: jax.Array) -> Stages[jax.Array]:
@@ -396,25 +371,13 @@ def inverse(chunks: Chunks, a: jax.Array) -> Stages[jax.Array]:
     yield
     for j in range(TILE - 1):
         found = found - own[:, :, j : j + 1] * found[:, j : j + 1, :]
-    found = found.reshape(C, C)
+    found, size = found.reshape(C, C), TILE
     yield
-    half = TILE
-    while half < C:
-        earlier, later = ([slice(i + s, i + s + half) for i in range(0, C, 2 * half)] for s in (0, half))
-        rows = lambda x, of: jnp.concatenate([x[part] for part in of], 0)
-        below, old, number_of = rows(a, later), rows(found, later), rows(row, later)
-        level = half.bit_length() - 1
-        is_between = (rows(column, later) >> level) == (number_of >> level) - 1
-        step = product(chunks, jnp.where(is_between, below, 0), found, is_exact=True)  # [C / 2, C]
+    while size < C:
+        halves = Halves(size)
+        step, old = product(chunks, halves.between(a), found, is_exact=True), halves.later(found)
         yield
-        zeros = jnp.zeros((half, C), jnp.float32)
-        pieces = [step[i : i + half] for i in range(0, C // 2, half)]
-        placed = jnp.concatenate([x for piece in pieces for x in (zeros, piece)], 0)
-        new = old - product(chunks, old, placed, is_exact=True)
+        new = old - product(chunks, old, halves.placed(step), is_exact=True)
+        found, size = halves.placed(new, found), 2 * size
         yield
-        pieces = [new[i : i + half] for i in range(0, C // 2, half)]
-        found = jnp.concatenate(
-            [x for part, piece in zip(earlier, pieces, strict=True) for x in (found[part], piece)], 0
-        )
-        half *= 2
     return found

@@ -18,9 +18,11 @@ from jax_attn_bwd._core import mosaic_tpu, pallas
 from jax_attn_bwd._core.numerics import ceil_div
 from jax_attn_bwd._core.sharding import tie
 from jax_attn_bwd.ops.linear_attention.kernels import tpu_chunks as tpu
+from jax_attn_bwd.ops.linear_attention.kernels import tpu_decays as chunk
 from jax_attn_bwd.ops.linear_attention.kernels.inputs import result_specs
-from jax_attn_bwd.ops.linear_attention.kernels.tpu_chunks import Chunks, Head, KeyHead, Stages, product
+from jax_attn_bwd.ops.linear_attention.kernels.tpu_chunks import Chunks, Stages, product
 from jax_attn_bwd.ops.linear_attention.kernels.tpu_chunks import unsupported as supports
+from jax_attn_bwd.ops.linear_attention.kernels.tpu_decays import Inside
 from jax_attn_bwd.ops.linear_attention.plan import Plan
 from jax_attn_bwd.ops.linear_attention.spec import Operands, Options, Result
 
@@ -47,6 +49,7 @@ def of_shard(options: Options, between: int, interpret: bool, operands: Operands
     (B, parts, count), width, value_width = chunks.grid, chunks.width, chunks.value_width
     arrays = [chunks.lay(operands.query), chunks.lay(operands.key), chunks.lay_values(operands.value)]
     arrays.append(tpu.decays(chunks, operands).rows)
+    arrays += chunks.of_each_channel(operands)
     initial = operands.initial_state
     if initial is not None:
         arrays.append(chunks.lay_state(initial))
@@ -62,7 +65,11 @@ def of_shard(options: Options, between: int, interpret: bool, operands: Operands
         interpret=interpret,
         grid=(B, parts, count),
         parallel=2,
-        in_specs=[of_keys, of_keys, of_values, chunks.of_rows(same), *[of_state] * (initial is not None)],
+        in_specs=[
+            of_keys, of_keys, of_values, chunks.of_rows(same),
+            *[chunks.of_tokens(chunks.value_heads * width, same)] * chunks.of_channels,
+            *[of_state] * (initial is not None),
+        ],
         out_specs=[of_values, of_state, chunks.of_states(lambda c: lax.div(c, np.int32(between)))],
         out_type=[
             pallas.out_type(arrays[2].shape, operands.value.dtype, arrays),
@@ -70,7 +77,7 @@ def of_shard(options: Options, between: int, interpret: bool, operands: Operands
             pallas.out_type((ceil_div(count, between), B, *state), jnp.float32, arrays),
         ],
         scratch=[pltpu.VMEM((chunks.value_heads, width, value_width), jnp.float32)],
-    )(*arrays)
+    )(*arrays)  # fmt: skip
     states = chunks.unlay_state(states)
     states = states.reshape(*states.shape[:-3], K, chunks.groups, H, Hv)
     return Result(chunks.unlay(out, N, Hv), chunks.unlay_state(final), states)
@@ -80,29 +87,27 @@ def _kernel(
     chunks: Chunks, between: int, has_initial: bool, query: Any, key: Any, value: Any, rows: Any, *refs: Any
 ) -> None:
     """Passes one chunk of each head of a step."""
-    out, final, states, state = refs[has_initial:]
+    *inputs, out, final, states, state = refs
+    log_decay = inputs.pop(0) if chunks.of_channels else None
 
     @pl.when(pl.program_id(2) == 0)
     def _():
-        state[...] = refs[0][...] if has_initial else jnp.zeros_like(state)
+        state[...] = inputs[0][...] if has_initial else jnp.zeros_like(state)
 
     @pl.when(lax.rem(pl.program_id(2), np.int32(between)) == 0)
     def _():
         states[...] = state[...]
 
-    heads = [Head.of(rows[n]) for n in range(chunks.value_heads)]
-    keys = []
-    for k in range(chunks.key_heads):
-        head, of = heads[k * chunks.groups], slice(k * chunks.width, (k + 1) * chunks.width)
-        keys.append(KeyHead.of(chunks, *(tpu.seen(chunks, head, x[:, of]) for x in (query, key))))
+    numbers, keys = chunk.read_keys(chunks, query, key, rows)
 
-    def write(n: int) -> Stages[None]:
-        of = slice(n * chunks.value_width, (n + 1) * chunks.value_width)
-        v = tpu.seen(chunks, heads[n], value[:, of])
-        found, state[n] = yield from _of_head(chunks, heads[n], keys[n // chunks.groups], v, state[n])
+    def pass_head(n: int) -> Stages[None]:
+        of, v = chunk.read_value(chunks, numbers[n], value, n)
+        g = None if log_decay is None else log_decay[:, n * chunks.width : (n + 1) * chunks.width]
+        within = yield from chunk.inside(chunks, keys[n // chunks.groups], numbers[n], g)
+        found, state[n] = yield from _of_head(chunks, within, v, state[n])
         out[:, of] = found.astype(out.dtype)
 
-    tpu.in_lockstep([write(n) for n in range(chunks.value_heads)])
+    tpu.in_lockstep([pass_head(n) for n in range(chunks.value_heads)])
 
     @pl.when(pl.program_id(2) == pl.num_programs(2) - 1)
     def _():
@@ -110,17 +115,13 @@ def _kernel(
 
 
 def _of_head(
-    chunks: Chunks, head: Head, keys: KeyHead, value: jax.Array, before: jax.Array
+    chunks: Chunks, within: Inside, value: jax.Array, before: jax.Array
 ) -> Stages[tuple[jax.Array, jax.Array]]:
     """Returns the output `[C, Hv]`, and the state behind the chunk from that before it, `[H, Hv]`."""
     u = value
     if chunks.options.is_delta:
-        *_, u = yield from tpu.corrections(chunks, head, keys, value, before)
-    column, scale = head.column, chunks.options.scale
-    inter = product(chunks, keys.query, before) * (scale * column.from_start * keys.query_norm)
+        *_, u = yield from chunk.corrections(chunks, within, value, before)
     yield
-    out = inter + product(chunks, keys.reads * head.plane, u)
+    out = within.reader.times(chunks, before) + product(chunks, within.reads, u)
     yield
-    u = u * (column.to_end * keys.key_norm)
-    after = column.whole[:1] * before + product(chunks, keys.key, u, (0, 0))
-    return out, after
+    return out, within.whole * before + within.at_end.transposed_times(chunks, u)

@@ -1,0 +1,291 @@
+"""What the tokens of a chunk are to one another and to the states around it, within a TPU kernel.
+
+The letters are those of `decays.py`. Where channels share their decay, products of raw queries and keys are
+those of a key head, and a plane of decays is what its value heads differ by. Where each has its own, the
+pairs of a chunk are parted by halvings, (2) of `decays.py`: a product each, of rows times their factors.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_attn_bwd.ops.linear_attention.kernels import tpu_chunks as tpu
+from jax_attn_bwd.ops.linear_attention.kernels.tpu_chunks import (
+    CHUNK,
+    EXACT,
+    TILE,
+    Chunks,
+    Halves,
+    Rows,
+    Stages,
+    number,
+    product,
+)
+
+
+@dataclass(frozen=True)
+class KeyHead:
+    """The queries and keys of one key head; what normalizing multiplies by stays a factor of its own."""
+
+    query: jax.Array  # as it is given, 0 where it is not seen, [C, H]
+    key: jax.Array
+    query_norm: Any  # [C, 1], or 1; with the scale
+    key_norm: Any
+    key_norm_row: Any  # [1, C]
+    reads: Any  # <q_i, k_j>, [C, C]; None with decays of channels, as the next
+    overlaps: Any  # <k_i, k_j> for j < i, else 0; None without a delta rule
+
+    @property
+    def units(self) -> tuple[jax.Array, jax.Array]:
+        """Normalized queries, scaled, and normalized keys, float32."""
+        return self.query_norm * wide(self.query), self.key_norm * wide(self.key)
+
+    @classmethod
+    def of(cls, chunks: Chunks, column: Rows, query: jax.Array, key: jax.Array) -> "KeyHead":
+        """Computes what all value heads that read this one share; `column` is of one of them."""
+        query, key = (tpu.seen(chunks, column, x) for x in (query, key))
+        options = chunks.options
+        of_query: Any = options.scale
+        of_key: Any = 1.0
+        row: Any = 1.0
+        if options.l2_norm_epsilon is not None:
+            of_key = _norm(key, options.l2_norm_epsilon)
+            of_query = options.scale * _norm(query, options.l2_norm_epsilon)
+            row = tpu.as_rows(of_key)[:1]
+        reads = overlaps = None
+        if not chunks.of_channels:
+            reads = product(chunks, query, key, (1, 1)) * (of_query * row)
+            if options.is_delta:
+                overlaps = strictly_lower(product(chunks, key, key, (1, 1)) * (of_key * row))
+        return cls(query, key, of_query, of_key, row, reads, overlaps)
+
+
+def read_keys(
+    chunks: Chunks, query: Any, key: Any, rows: Any
+) -> tuple[list[tuple[Rows, Rows]], list[KeyHead]]:
+    """Reads the numbers of each value head of a step, and its key heads, of refs."""
+    numbers, keys = [tpu.numbers(rows[n]) for n in range(chunks.value_heads)], []
+    for k in range(chunks.key_heads):
+        of, (_, column) = slice(k * chunks.width, (k + 1) * chunks.width), numbers[k * chunks.groups]
+        keys.append(KeyHead.of(chunks, column, query[:, of], key[:, of]))
+    return numbers, keys
+
+
+def read_value(chunks: Chunks, numbers: tuple[Rows, Rows], ref: Any, n: int) -> tuple[slice, jax.Array]:
+    """Returns where the channels of a value head lie, and what `ref` holds there, 0 where it is not seen."""
+    of = slice(n * chunks.value_width, (n + 1) * chunks.value_width)
+    return of, tpu.seen(chunks, numbers[1], ref[:, of])
+
+
+def _norm(x: jax.Array, epsilon: float) -> jax.Array:
+    x = wide(x)
+    return lax.rsqrt((x * x).sum(1, keepdims=True) + epsilon)
+
+
+def wide(x: jax.Array) -> jax.Array:
+    """Returns `x` in the dtype that sums have."""
+    return x.astype(jnp.float32)
+
+
+def strictly_lower(plane: jax.Array) -> jax.Array:
+    """Returns the plane with zeros but for j < i."""
+    return jnp.where(number(plane.shape, 0) > number(plane.shape, 1), plane, 0)
+
+
+class Scaled(NamedTuple):
+    """Rows times factors; one that all channels share is kept apart, and multiplies the rows of a product."""
+
+    rows: jax.Array  # [C, H]
+    factor: Any  # [C, 1], or None
+
+    def times(self, chunks: Chunks, state: jax.Array) -> jax.Array:
+        """Returns the product with `[H, Hv]`, `[C, Hv]`."""
+        found = product(chunks, self.rows, state)
+        return found if self.factor is None else self.factor * found
+
+    def transposed_times(self, chunks: Chunks, x: jax.Array) -> jax.Array:
+        """Returns the product of the transposed rows with `[C, Hv]`, `[H, Hv]`."""
+        return product(chunks, self.rows, x if self.factor is None else self.factor * wide(x), (0, 0))
+
+
+class Channels(NamedTuple):
+    """Decays of channels: the factors of the tokens in each halving of a chunk, large halves first."""
+
+    factors: tuple[tuple[int, jax.Array], ...]
+    restarts: jax.Array  # bool, where a decay does not count, [C, H]
+
+    def products(self, chunks: Chunks, x: jax.Array, y: jax.Array) -> Stages[jax.Array]:
+        """Returns the sums of x_i y_j exp(c_i - c_j) over the channels for j < i, else 0, `[C, C]`."""
+        plane = jnp.zeros((CHUNK, CHUNK), jnp.float32)
+        for size, factor in self.factors:
+            x_scaled, y_scaled = x * factor, y * factor
+            if size >= TILE:
+                halves = Halves(size)
+                found = halves.placed(product(chunks, halves.later(x_scaled), y_scaled, (1, 1)))
+            else:
+                found = product(chunks, x_scaled, y_scaled, (1, 1))
+            plane += jnp.where(_parted(size), found, 0)
+            yield
+        return plane
+
+    def earlier(self, chunks: Chunks, plane: jax.Array, x: jax.Array) -> Stages[jax.Array]:
+        """Returns the sums of plane_ij exp(c_i - c_j) x_j over j < i, `[C, H]`."""
+        total = jnp.zeros(x.shape, jnp.float32)
+        for size, factor in self.factors:
+            scaled = x * factor
+            if size >= TILE:
+                halves = Halves(size)
+                found = halves.placed(product(chunks, halves.between(plane), scaled))
+            else:
+                found = product(chunks, jnp.where(_parted(size), plane, 0), scaled)
+            total += found * factor
+            yield
+        return total
+
+    def later(self, chunks: Chunks, plane: jax.Array, x: jax.Array) -> Stages[jax.Array]:
+        """Returns the sums of plane_ij exp(c_i - c_j) x_i over i > j, `[C, H]`."""
+        total = jnp.zeros(x.shape, jnp.float32)
+        for size, factor in self.factors:
+            scaled = x * factor
+            if size >= TILE:
+                halves = Halves(size)
+                found = product(chunks, halves.between(plane), halves.later(scaled), (0, 0))
+            else:
+                found = product(chunks, jnp.where(_parted(size), plane, 0), scaled, (0, 0))
+            total += found * factor
+            yield
+        return total
+
+
+def _parted(size: int) -> jax.Array:
+    """Tells of each pair of tokens if it is parted by the halving whose halves have `size` tokens."""
+    row, column = (number((CHUNK, CHUNK), axis) >> (size.bit_length() - 1) for axis in (0, 1))
+    return ((row & 1) == 1) & (column == row - 1)
+
+
+@dataclass(frozen=True)
+class Inside:
+    """What the tokens of one value head are to one another and to the states around the chunk.
+
+    Attributes:
+      column: what is a number a token.
+      from_start, to_end: exp(c) and exp(c_C - c), `[C, 1 or H]`.
+      whole: exp(c_C), `[1 or H, 1]`.
+      reader, at_start, at_end: q^ and k^ and k~ of `forward.py`.
+      reads: <q_i, k_j>_G for j <= i, scaled; overlaps: <k_i, k_j>_G for j < i, else 0, `[C, C]`.
+      plane: exp(c_i - c_j) for j <= i, else 0; None with decays of channels.
+      channels: None where channels share their decay.
+    """
+
+    column: Rows
+    from_start: jax.Array
+    to_end: jax.Array
+    whole: jax.Array
+    reader: Scaled
+    at_start: Scaled
+    at_end: Scaled
+    reads: jax.Array
+    overlaps: Any
+    plane: Any
+    channels: Channels | None
+
+
+def inside(
+    chunks: Chunks, keys: KeyHead, numbers: tuple[Rows, Rows], log_decay: jax.Array | None
+) -> Stages[Inside]:
+    """Returns the inside of a chunk of one value head; `log_decay` `[C, H]` is that of its channels."""
+    if log_decay is not None:
+        return (yield from _of_channels(chunks, keys, numbers[1], log_decay))
+    row, column = numbers
+    c = (column.high - row.high) + (column.low - row.low)
+    is_read = number(c.shape, 0) >= number(c.shape, 1)
+    is_read &= column.number == row.number
+    plane = jnp.exp(jnp.where(is_read, c, -jnp.inf))
+    yield
+    return Inside(
+        column,
+        column.from_start,
+        column.to_end,
+        column.whole[:1],
+        Scaled(keys.query, keys.query_norm * column.from_start),
+        Scaled(keys.key, keys.key_norm * column.from_start),
+        Scaled(keys.key, keys.key_norm * column.to_end),
+        keys.reads * plane,
+        None if keys.overlaps is None else keys.overlaps * plane,
+        plane,
+        None,
+    )
+
+
+def _of_channels(chunks: Chunks, keys: KeyHead, column: Rows, log_decay: jax.Array) -> Stages[Inside]:
+    """Returns the inside of a chunk whose channels have decays of their own."""
+    # c in two parts, and the number of restarts, by products with ones
+    g = wide(tpu.seen(chunks, column, log_decay))
+    restarts = (jnp.exp(g) == 0) | (column.whole != 0)
+    g = jnp.where(restarts, 0, g)
+    high = jnp.floor(g * EXACT + 0.5) / EXACT
+    up_to = (number((CHUNK, CHUNK), 0) >= number((CHUNK, CHUNK), 1)).astype(jnp.bfloat16)
+    part = product(chunks, up_to, wide(restarts).astype(jnp.bfloat16))
+    c_high, c_low = (product(chunks, up_to, x, is_exact=True) for x in (high, g - high))
+    yield
+    factor = lambda is_same, x: jnp.exp(jnp.where(is_same, x, -jnp.inf))
+    last = lambda x: x[CHUNK - 1 :]
+    from_start = factor(part == 0, c_high + c_low)
+    to_end = factor(part == last(part), (last(c_high) - c_high) + (last(c_low) - c_low))
+    whole = jnp.broadcast_to(last(from_start), from_start.shape).T[:, :1]
+    yield
+    # the factors of each halving: since b, and up to it
+    factors, size = [], CHUNK // 2
+    while size:
+        token = number(g.shape, 0)
+        since = (c_high - _of_middle(c_high, size)) + (c_low - _of_middle(c_low, size))
+        since = jnp.where((token & size) != 0, since, -since)
+        factors.append((size, factor(part == _of_middle(part, size), since)))
+        size //= 2
+        yield
+    channels = Channels(tuple(factors), restarts)
+    query, key = keys.units
+    own = (query * key).sum(1, keepdims=True)
+    reads = yield from channels.products(chunks, query, key)
+    is_own = number(reads.shape, 0) == number(reads.shape, 1)
+    overlaps = None
+    if chunks.options.is_delta:
+        overlaps = yield from channels.products(chunks, key, key)
+    return Inside(
+        column,
+        from_start,
+        to_end,
+        whole,
+        Scaled(query * from_start, None),
+        Scaled(key * from_start, None),
+        Scaled(key * to_end, None),
+        jnp.where(is_own, own, reads),
+        overlaps,
+        None,
+        channels,
+    )
+
+
+def _of_middle(x: jax.Array, size: int) -> jax.Array:
+    """Returns for each token the row of b, with which the later half of its stretch of `2 size` begins."""
+    length = max(2 * size, TILE)
+    stretches = x.reshape(CHUNK // length, length, x.shape[1])
+    found = jnp.broadcast_to(stretches[:, size : size + 1], stretches.shape)
+    row = lax.broadcasted_iota(jnp.int32, stretches.shape, 1)
+    for first in range(2 * size, length, 2 * size):
+        of_b = stretches[:, first + size : first + size + 1]
+        found = jnp.where(row >= first, of_b, found)
+    return found.reshape(x.shape)
+
+
+def corrections(
+    chunks: Chunks, within: Inside, value: jax.Array, before: jax.Array
+) -> Stages[tuple[jax.Array, jax.Array, jax.Array]]:
+    """Returns M = (I + A)^-1 `[C, C]`, V - K^ S0 and U `[C, Hv]`, by (5)."""
+    beta = within.column.beta
+    rest = wide(value) - within.at_start.times(chunks, before)
+    solved = yield from tpu.inverse(chunks, beta * within.overlaps)
+    return solved, rest, product(chunks, solved, beta * rest)
