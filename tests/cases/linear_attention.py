@@ -72,11 +72,15 @@ CASES = {
         *_measured(delta=False),
     ),
     "dplr_linear_attention": (
-        case("resets", erasing=4, T=70, extra=_resets, state=True),
-        case("resets of channels", decay="channel", erasing=2, T=40, extra=_resets, segments=2, state=True),
-        case("channels of chunks", decay="channel", erasing=4, T=133, lengths=(20, 133), growth=5.0),
-        case("no decay", decay="none", K=1, erasing=1, scale=0.3, lengths=(9, 0), segments=3, state=True),
-        *_both(erasing=2),
+        case("resets", erasing="values", T=70, extra=_resets, state=True),
+        case(
+            "resets of channels", decay="channel", erasing="keys", T=40, extra=_resets, segments=2, state=True
+        ),
+        case("channels of chunks", decay="channel", erasing="values", T=133, lengths=(20, 133), growth=5.0),
+        case(
+            "no decay", decay="none", K=1, erasing="keys", scale=0.3, lengths=(9, 0), segments=3, state=True
+        ),
+        *_both(erasing="keys"),
     ),
 }
 

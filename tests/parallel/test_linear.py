@@ -21,8 +21,8 @@ CASES = {
     "constant": dict(decay="constant"),
     "linear": dict(delta=False, state=True, segments=4, lengths=(17, 24)),
     "linear channels": dict(delta=False, decay="channel"),
-    "erasing": dict(erasing=4, state=True, segments=3, lengths=(17, 24)),
-    "erasing channels": dict(erasing=2, decay="channel"),
+    "erasing": dict(erasing="values", state=True, segments=3, lengths=(17, 24)),
+    "erasing channels": dict(erasing="keys", decay="channel"),
 }
 WHOLE = ("initial_state", "seq_lengths")
 

@@ -18,8 +18,8 @@ def case(
 ) -> Case:  # fmt: skip
     """Returns a case; `decay` is "none", "constant", "head" or "channel", `lengths` one of each entry.
 
-    `growth` scales minus the logarithm of the decays; `erasing` is the number of heads of what erases, and
-    takes the place of `delta`; `extra(rng, arrays)` replaces some arrays.
+    `growth` scales minus the logarithm of the decays; `erasing`, in the place of `delta`, tells whether what
+    erases has the heads of the "keys" or of the "values"; `extra(rng, arrays)` replaces some arrays.
     """
     decays = {"constant": (N,), "head": (*B, T, N), "channel": (*B, T, N, H)}
 
@@ -33,7 +33,7 @@ def case(
             arrays["log_decay"] = -growth * np.log1p(np.exp(rng.standard_normal(decays[decay])))
         if erasing is not None:
             for name in ("erase_key", "erase_query"):  # of length 1 or so, that nothing diverges
-                arrays[name] = rng.standard_normal((*B, T, erasing, H)) / np.sqrt(H)
+                arrays[name] = rng.standard_normal((*B, T, K if erasing == "keys" else N, H)) / H**0.5
         elif delta:
             arrays["beta"] = 1 / (1 + np.exp(-rng.standard_normal((*B, T, N))))
         if state:
@@ -60,11 +60,11 @@ _DELTA = (
     case("means", T=20, state=True, means={"value": 3.0}, tags=("means",), **NORM),
 )
 _ERASING = (
-    case("plain", erasing=2, tags=(*_CHECKED, "compile")),
-    case("channels", decay="channel", erasing=4, T=21, state=True, tags=_CHECKED, **NORM),
-    case("chunks", erasing=4, T=150, state=True, lengths=(150, 71), segments=3, tags=_CHECKED),
-    case("constant", decay="constant", erasing=2, T=20, tags=_CHECKED, **NORM),
-    case("means", erasing=2, T=20, state=True, means={"value": 3.0}, tags=("means",), **NORM),
+    case("plain", erasing="keys", tags=(*_CHECKED, "compile")),
+    case("channels", decay="channel", erasing="values", T=21, state=True, tags=_CHECKED, **NORM),
+    case("chunks", erasing="values", T=150, state=True, lengths=(150, 71), segments=3, tags=_CHECKED),
+    case("constant", decay="constant", erasing="keys", T=20, tags=_CHECKED, **NORM),
+    case("means", erasing="keys", T=20, state=True, means={"value": 3.0}, tags=("means",), **NORM),
 )
 _LINEAR = (
     case("plain", delta=False, tags=(*_CHECKED, "compile")),

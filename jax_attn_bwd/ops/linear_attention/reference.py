@@ -75,7 +75,6 @@ def gated_linear_attention(query, key, value, log_decay=None, **options):
     return gated_delta_rule(query, key, value, log_decay, None, **options)
 
 
-def dplr_linear_attention(query, key, value, log_decay, erase_key, erase_query, **options):
+def dplr_linear_attention(query, key, value, log_decay=None, **options):
     """`gated_linear_attention` that first takes `erase_key (erase_query^T S')` from S'."""
-    erasing = {"erase_key": erase_key, "erase_query": erase_query}
-    return gated_delta_rule(query, key, value, log_decay, None, **erasing, **options)
+    return gated_delta_rule(query, key, value, log_decay, None, **options)

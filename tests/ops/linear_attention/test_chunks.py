@@ -75,7 +75,7 @@ def test_groups_of_any_size(operator, decay, at_once, monkeypatch):
 )
 def test_one_product_a_chunk(operator, decay, monkeypatch):
     """As on a GPU: eleven chunks, of which a trip of the loop takes eight."""
-    erasing = 2 if operator is ERASING else None
+    erasing = "keys" if operator is ERASING else None
     one = case("", B=(1,), T=84, decay=decay, erasing=erasing, state=True, segments=3, lengths=(79,))
     monkeypatch.setattr(planning, "CHUNK", 8)
     monkeypatch.setattr(targets, "platform", lambda: "gpu")
