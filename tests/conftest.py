@@ -27,6 +27,7 @@ jax.config.update("jax_enable_x64", True)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
+collect_ignore_glob = ["models/*"]  # no tests: what `.ci/extras` runs where torch is installed
 # Names of tests that take long, one a line: they are thorough, as those that are marked in their files.
 SLOW_TESTS = Path(__file__).parent / "slow_tests.txt"
 finished_tests = itertools.count(1)
