@@ -4,7 +4,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_close, case_params, differentiated, finite_loss, firsts, thorough
+from helpers import (
+    FAMILIES,
+    assert_close,
+    case_params,
+    differentiated,
+    finite_loss,
+    firsts,
+    quick_jit,
+    thorough,
+)
 from jax.experimental import checkify
 
 import jax_attn_bwd as jab
@@ -89,3 +98,31 @@ def test_an_error_of_forward_mode_names_the_remedy(transform):
     remedy = r"can't apply forward-mode autodiff.*\n.*dot_product_attention.*forward_mode=True"
     with pytest.raises(TypeError, match=remedy):
         transform(lambda x: jab.dot_product_attention(x, x, x))(x)
+
+
+FLAGS = ("jax_custom_vjp3", "jax_custom_jvp3", "jax_remat3")
+
+
+@thorough
+@pytest.mark.skipif(not hasattr(jax.config, FLAGS[0]), reason="this JAX has no such flags")
+@parametrize(("operator", "implementation", "case"), [p for p in SMALL if p.values[0] in FAMILIES])
+def test_jax_s_own_flags_change_no_gradient(operator, implementation, case):
+    """Under jit, vmap and remat, and gradients of gradients."""
+    gradient, inputs = gradients_of(operator, implementation, case)
+    stacked = jax.tree.map(lambda x: jnp.stack([x, x / 2]), inputs)
+
+    def second(inputs):
+        squares = lambda inputs: sum((x**2).sum() for x in jax.tree.leaves(gradient(inputs)[1]))
+        return gradient(inputs)[0], jax.grad(jax.checkpoint(squares))(inputs)
+
+    run = lambda: quick_jit(jax.vmap(second))(stacked)
+    expected = run()
+    for flag in FLAGS:
+        try:
+            jax.config.update(flag, True)
+            jax.clear_caches()
+            found = run()
+        finally:
+            jax.config.update(flag, False)
+        for x, y in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+            assert_close(x, y, 1e-12, flag)
