@@ -127,7 +127,8 @@ def arrays_of_known(cut: Grouping, offsets: Any, indices: Any, number: Any) -> d
     pad = lambda x, none: np.pad(x, (0, cut.room - nnz), constant_values=none)
     node, indices = pad(np.repeat(np.arange(num_dst), np.diff(offsets)), num_dst), pad(indices, num_src)
     number, order = np.concatenate([number, np.arange(nnz, cut.room)]), stable_order(indices)
-    starts = offsets, None if cut.src.width == 1 else _starts(np, indices[order], num_src)
+    is_needed = cut.in_segments or cut.src.width > 1
+    starts = offsets, _starts(np, indices[order], num_src) if is_needed else None
     return _arrays(np, cut, starts, node, indices, number, (indices[order], order))
 
 
@@ -253,11 +254,15 @@ def _arrays(
     """
     source, order = by_source
     sides = ((cut.dst, node, indices, number), (cut.src, source, node[order], number[order]))
-    cuts: list[Cut] = []
+    pair: list[Segments] = []
     if cut.dst.width == cut.src.width == 1:
         incoming, outgoing = (_singly(xp, cut, *side) for side in sides)
+        if cut.in_segments and cut.dst.nodes and cut.src.nodes and cut.room:
+            both = ((incoming, cut.dst.nodes), (outgoing, cut.src.nodes))
+            pair = [segments_of_groups(xp, *x, cut.room, cut.exact) for x in both]
     else:
         (incoming, outgoing), cuts = _grouped(xp, cut, starts, [x[2:] for x in sides])
+        pair = segments(xp, cuts, cut.exact) if cuts else []
     found = {
         "offsets": starts[0],
         "indices": indices,
@@ -267,9 +272,8 @@ def _arrays(
         "run_owners": _run_owners(xp, cut, node),
         "schedules": None,
     }
-    if cuts:
-        into, out_of = segments(xp, cuts, cut.exact)
-        found["schedules"] = Schedules(into, out_of, starts[1][1:] > starts[1][:-1])
+    if pair:
+        found["schedules"] = Schedules(pair[0], pair[1], starts[1][1:] > starts[1][:-1])
     int32 = lambda x: jnp.asarray(x, None if x.dtype == bool else jnp.int32)
     return jax.tree.map(int32, found) | {"exact": cut.exact and incoming.number.shape[1] == 1}
 
