@@ -27,6 +27,7 @@ HEADING = "## Portable path beside the plain formula"
 LINEAR = ("gated_delta_rule", "gated_linear_attention")
 DOCUMENTS = 4  # of equal length, in a packed sequence
 CAUSAL, TEMPORARIES, LAUNCHES = 0.7, 1 / 8, 2  # goals: of plain bytes, of plain memory, for each tile
+PLANES, IN_TURN = 1.1, 1 / 4  # of plain bytes and launches where nothing is skipped; of memory over 2 GiB
 _ABOUT = f"""Forward and gradients, the cotangent given. `GB`: what all kernels read and write of the
 device's memory; an operand counts once for each kernel, whatever a cache saves. `launches`: kernels, library
 calls and copies; loops count as often as they run. Dense attention is B = 4, T = S = 4096, N = 16, H = 128 in
@@ -38,24 +39,29 @@ width counts as often as these documents take it. Softmax stands beside
 `jax.nn.softmax`, graphs (constants of their programs) beside `jax.ops.segment_sum`, deformable attention
 beside gathers of its corners, linear attention beside its chunks as programs have them, in float32; on a v5e
 arrays that lie in the memory on the chip do not count.
-Dense attention has goals: for causal attention at most {CAUSAL} of the plain formula's bytes, for the
-others as large a share of them as the live tiles have of the plane; at most an eighth of its temporaries; at
-most {LAUNCHES} launches for each live tile. "Goals missed" says what a program has more of, and how much.
+Dense attention has goals. Causal, window, segments: at most {CAUSAL} of the plain formula's bytes for causal
+attention, else as large a share of them as the live tiles have of the plane; at most an eighth of its
+temporaries; at most {LAUNCHES} launches for each live tile. Full, padding, bias: at most {PLANES} of its
+bytes and launches, and a quarter of its temporaries where these are over 2 GiB; "at once" is full attention
+of B = 32, T = 512, N = 12, H = 64, which has less. "Goals missed" says what a program has more of, and how
+much.
 Rewritten by `PYTHONPATH=tests python -m compile_only --table programs`."""
 
 
 class Goal(NamedTuple):
     """What our program should stay within."""
 
-    bytes: float  # beside those of the plain formula
-    tiles: int  # of the plane that are live
+    bytes: float = PLANES  # beside those of the plain formula
+    temporaries: float = PLANES  # likewise
+    launches: int | None = None  # None = `PLANES` of the plain formula's
 
     def missed(self, ours: "Figures", plain: "Figures") -> str:
         """What our program has more of than it should, beside the most there should be; "" = nothing."""
+        launches = PLANES * plain.traffic.launches if self.launches is None else self.launches
         found = (
             ("GB", ours.traffic.bytes / plain.traffic.bytes, self.bytes),
-            ("temp", ours.temporary_bytes / max(plain.temporary_bytes, 1), TEMPORARIES),
-            ("launches", ours.traffic.launches, LAUNCHES * self.tiles),
+            ("temp", ours.temporary_bytes / max(plain.temporary_bytes, 1), self.temporaries),
+            ("launches", ours.traffic.launches, launches),
         )
         return ", ".join(f"{name} {value:.3g} > {most:.3g}" for name, value, most in found if value > most)
 
@@ -85,6 +91,7 @@ class Figures(NamedTuple):
 def pairs(shape: tuple[int, int, int, int] = (4, 4096, 16, 128)) -> Iterator[Pair]:
     """What is compiled; `shape` is that of dense attention's operands."""
     yield from dense(shape)
+    yield from at_once()
     yield from others()
 
 
@@ -170,6 +177,16 @@ def dense(shape: tuple[int, int, int, int]) -> Iterator[Pair]:
     )
 
 
+def at_once() -> Iterator[Pair]:
+    """Full attention of which `jax.nn` holds less than 2 GiB."""
+    ours, plain = (
+        partial(call, implementation="xla") for call in (dot_product_attention, jax.nn.dot_product_attention)
+    )
+    for dtype in ("bfloat16", "float32"):
+        types = (jax.ShapeDtypeStruct((32, 512, 12, 64), dtype),) * 3
+        yield Pair(f"dot_product_attention, at once, {dtype}", ours, plain, types, goal=Goal())
+
+
 def _widths_taken(operand: Any) -> tuple[float, ...]:
     """How often strips of the packed documents take each width, forward or backward, whichever more."""
     T = operand.shape[1]
@@ -198,8 +215,10 @@ def _goal(
         live &= j <= i
     if local_window_size is not None:
         live &= column >= row - local_window_size[0]
+    if not is_causal and local_window_size is None and documents == 1:
+        return Goal(temporaries=IN_TURN)
     is_plain = local_window_size is None and documents == 1
-    return Goal(CAUSAL if is_causal and is_plain else float(live.mean()), int(live.sum()))
+    return Goal(CAUSAL if is_plain else float(live.mean()), TEMPORARIES, LAUNCHES * int(live.sum()))
 
 
 def figures(call: Callable[..., Any], pair: Pair, device: Any) -> Figures:

@@ -34,7 +34,7 @@ def test_a_question_is_measured_and_kept(tmp_path):
     (answer,) = asked(tmp_path, "--only", "softmax [4096")
     assert (answer["ours"], answer["other"]) == ("xla", "plain")
     assert answer["ours_ms"] > 0 < answer["other_ms"]
-    assert answer["said"].endswith(("nothing changes", "not taken for rows of that length"))
+    assert answer["said"].endswith(("nothing changes", "portable code is mended there"))
 
 
 def test_what_there_is_no_time_for_is_listed(tmp_path):

@@ -155,7 +155,7 @@ def test_every_pair_is_one_call_of_two_forms():
             ours, plain = (jax.eval_shape(call, *pair.arrays) for call in (pair.ours, pair.plain))
         assert (ours.shape, ours.dtype) == (plain.shape, plain.dtype), pair.name
         names.append(pair.name)
-    assert len(set(names)) == len(names) == 6 + len(traffic_table._PLAIN)
+    assert len(set(names)) == len(names) == 8 + len(traffic_table._PLAIN)
 
 
 def test_the_section_replaces_an_older_one_and_no_other():
@@ -176,15 +176,15 @@ def test_rows_of_other_operators_stay():
     assert traffic_table._others("# Page", ["dense"]) == []
 
 
-def test_goals_follow_the_live_tiles():
+def test_goals_follow_the_plain_formula_or_the_live_tiles():
     found = {pair.name.split(", ")[1]: pair for pair in traffic_table.dense((1, 4096, 2, 8))}
-    assert {name: (pair.goal.bytes, pair.goal.tiles, pair.branches) for name, pair in found.items()} == {
-        "full": (1.0, 16, ()),
-        "causal": (0.7, 10, ()),
-        "window": (7 / 16, 7, ()),
-        "padding": (1.0, 16, ()),
-        "bias": (1.0, 16, ()),
-        "segments": (4 / 16, 4, (1.0, 0.0, 0.0, 0.0)),
+    assert {name: (pair.goal.bytes, pair.goal.launches, pair.branches) for name, pair in found.items()} == {
+        "full": (1.1, None, ()),
+        "causal": (0.7, 20, ()),
+        "window": (7 / 16, 14, ()),
+        "padding": (1.1, None, ()),
+        "bias": (1.1, None, ()),
+        "segments": (4 / 16, 8, (1.0, 0.0, 0.0, 0.0)),
     }
     *_, packed = traffic_table.dense((1, 64, 2, 8))
     assert packed.branches == ()
@@ -194,6 +194,7 @@ def test_what_is_over_its_goal_is_told():
     def figures(size, launches, memory):
         return traffic_table.Figures(traffic.Traffic(size, launches, {}), memory)
 
-    goal, plain = traffic_table.Goal(0.7, 10), figures(100, 9, 800)
+    goal, plain = traffic_table.Goal(0.7, 1 / 8, 20), figures(100, 9, 800)
     assert goal.missed(figures(70, 20, 100), plain) == ""
     assert goal.missed(figures(98, 377, 101), plain) == "GB 0.98 > 0.7, temp 0.126 > 0.125, launches 377 > 20"
+    assert traffic_table.Goal().missed(figures(110, 10, 880), plain) == "launches 10 > 9.9"

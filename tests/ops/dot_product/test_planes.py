@@ -197,8 +197,9 @@ def test_planes_in_bfloat16_are_as_near_as_the_plain_formula(lead, found, planes
 
 
 @thorough
-def test_planes_in_turn_under_vmap_and_remat(planes, rng):
-    planes(Planes(2, 2))
+@pytest.mark.parametrize("found", [AT_ONCE, Planes(2, 2)])
+def test_planes_under_vmap_and_remat(found, planes, rng):
+    planes(found)
     q, k, v, dout, along = (jnp.asarray(rng.normal(size=(B, n, 2, 8))) for n in (T, S, S, T, T))
     mask = jnp.asarray(rng.random((3, B, 1, 1, S)) < 0.6)
 
@@ -215,9 +216,10 @@ def test_planes_in_turn_under_vmap_and_remat(planes, rng):
 
 
 @thorough
-def test_planes_in_turn_on_an_explicit_mesh(planes, rng):
+@pytest.mark.parametrize("found", [AT_ONCE, Planes(2, 2)])
+def test_planes_on_an_explicit_mesh(found, planes, rng):
     """Each device has slices of its own batch entries and heads, and sums alone are exchanged."""
-    planes(Planes(2, 2))
+    planes(found)
     shapes = (T, 4, 8), (S, 4, 8), (S, 4, 6), (T, 4, 6)
     arrays = [jnp.asarray(rng.normal(size=(4, *shape))) for shape in shapes]
     bias = jnp.asarray(rng.normal(size=(1, 4, T, S)))
@@ -232,7 +234,7 @@ def test_planes_in_turn_on_an_explicit_mesh(planes, rng):
     with jax.set_mesh(mesh):
         placed = [jax.device_put(x, P("b", None, "n")) for x in arrays]
         compiled = step.lower(*placed, jax.device_put(bias, P(None, "n"))).compile()
-        found = compiled(*placed, jax.device_put(bias, P(None, "n")))
-    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        sharded = compiled(*placed, jax.device_put(bias, P(None, "n")))
+    for x, y in zip(jax.tree.leaves(sharded), jax.tree.leaves(expected), strict=True):
         assert_close(x, y, 1e-12)
     assert set(collectives(compiled)) <= {"all-reduce"}

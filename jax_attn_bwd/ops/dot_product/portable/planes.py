@@ -30,7 +30,7 @@ def forward(plan: Plan, schedule: Planes, operands: Operands) -> Result:
     """Computes the output and its row values; on an Explicit mesh each device has slices of its own."""
     rows: Any = PartitionSpec(*explicit_spec(operands.query)[:-1])
     specs = Result(rows, rows, rows, rows if plan.has_wide_out else None)
-    run = partial(plane.forward, plan, Materialized(whole_rows=True))
+    run = partial(plane.forward, plan, Materialized(whole_rows=schedule.whole_rows))
     on_a_device = lambda operands: _in_turn(schedule, frozenset(), run, vary_alike(operands))
     return on_local_shards(on_a_device, lambda _: specs, (operands,))
 
@@ -49,7 +49,7 @@ def backward(
         is_whole = lambda name: name not in shared and varying(given[name]) == varying(alike.array(name))
 
         def run(*slices):
-            grads = plane.backward(plan, Materialized(whole_rows=True), wanted, *slices)
+            grads = plane.backward(plan, Materialized(whole_rows=schedule.whole_rows), wanted, *slices)
             return {n: x.astype(given[n].dtype) if is_whole(n) else x for n, x in grads.items()}
 
         grads = _in_turn(schedule, wanted.names, run, alike, *rows)
