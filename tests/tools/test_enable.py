@@ -186,7 +186,8 @@ def test_the_command_takes_operators_and_folders(monkeypatch):
     for argv in (["graph", "multi_head"], ["--seconds", "30"]):
         assert command.main(["--enable", *argv]) == 0
     assert asked[0] == (["graph", "dot_product"], 300.0)
-    assert (sorted(asked[1][0]), asked[1][1]) == (["deformable", "dot_product", "graph", "softmax"], 30.0)
+    every = ["deformable", "dot_product", "graph", "linear_attention", "softmax"]
+    assert (sorted(asked[1][0]), asked[1][1]) == (every, 30.0)
 
 
 @pytest.mark.parametrize(

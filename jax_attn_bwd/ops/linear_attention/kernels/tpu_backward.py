@@ -23,8 +23,8 @@ from jax_attn_bwd._core.sharding import match_type
 from jax_attn_bwd.ops.linear_attention.kernels import tpu_chunks as tpu
 from jax_attn_bwd.ops.linear_attention.kernels import tpu_decays as chunk
 from jax_attn_bwd.ops.linear_attention.kernels import tpu_forward
-from jax_attn_bwd.ops.linear_attention.kernels.tpu_chunks import CHUNK, Chunks, Decays, Stages, product
-from jax_attn_bwd.ops.linear_attention.kernels.tpu_decays import Inside, KeyHead
+from jax_attn_bwd.ops.linear_attention.kernels.tpu_chunks import CHUNK, Chunks, Stages, TokenNumbers, product
+from jax_attn_bwd.ops.linear_attention.kernels.tpu_decays import ChunkOfHead, KeyHead
 from jax_attn_bwd.ops.linear_attention.plan import Plan
 from jax_attn_bwd.ops.linear_attention.spec import Operands, Options, Residuals
 
@@ -130,7 +130,7 @@ def _of_shard(
     if "initial_state" in grads:
         result["initial_state"] = chunks.unlay_state(grads["initial_state"])
     if "beta" in wanted:
-        result["beta"] = chunks.unlay_rows(jnp.where(known.seen, rows[..., _Rows.beta, :], 0))
+        result["beta"] = chunks.unlay_rows(jnp.where(known.seen, rows[..., _SumRow.beta, :], 0))
     if "log_decay" in wanted and not chunks.of_channels:
         dg = chunks.unlay_rows(_of_decays(known, rows))
         has_axis = operands.log_decay is not None and operands.log_decay.ndim == operands.value.ndim
@@ -138,15 +138,17 @@ def _of_shard(
     return result
 
 
-class _Rows:
+class _SumRow:
     """What is a number a token in the result: the rows of a tile."""
 
     start, end, passed, beta, pairs = range(5)
 
 
-def _of_decays(known: Decays, rows: jax.Array) -> jax.Array:
+def _of_decays(known: TokenNumbers, rows: jax.Array) -> jax.Array:
     """Computes (18) of the sums that the kernel made, `[B, N, chunks, C]`."""
-    start, end, passed, pairs = (rows[..., i, :] for i in (_Rows.start, _Rows.end, _Rows.passed, _Rows.pairs))
+    start, end, passed, pairs = (
+        rows[..., i, :] for i in (_SumRow.start, _SumRow.end, _SumRow.passed, _SumRow.pairs)
+    )
     before = jnp.concatenate([jnp.zeros_like(end[..., :1]), end[..., :-1]], 3)
     dg = lax.cumsum(start, 3, reverse=True) + lax.cumsum(before, 3) + pairs + passed
     return jnp.where(known.seen & ~known.restarts, dg, 0)
@@ -215,7 +217,7 @@ class _OfHead(NamedTuple):
 
     state: jax.Array  # dS0, [H, Hv]
     value: jax.Array  # [C, Hv]
-    rows: Any  # of `_Rows`, [8, C]
+    rows: Any  # of `_SumRow`, [8, C]
     log_decay: Any  # of channels, [C, H]
     keys: _OfKeys
 
@@ -232,7 +234,7 @@ class _Pairs(NamedTuple):
 
 
 def _of_head(
-    chunks: Chunks, wanted: Collection[str], within: Inside, keys: KeyHead, value: jax.Array,
+    chunks: Chunks, wanted: Collection[str], within: ChunkOfHead, keys: KeyHead, value: jax.Array,
     dout: jax.Array, before: jax.Array, dafter: jax.Array,
 ) -> Stages[_OfHead]:  # fmt: skip
     """Computes (7) to (11), and what the gradients of decays, queries and keys need of this value head."""
@@ -290,14 +292,14 @@ def _of_head(
 
 
 def _rows(columns: dict[str, jax.Array], across: jax.Array | None = None) -> jax.Array:
-    """Returns the tile of `_Rows`, `[8, C]`."""
+    """Returns the tile of `_SumRow`, `[8, C]`."""
     zero = jnp.zeros((CHUNK, 1), jnp.float32)
     tile = tpu.as_rows(*(columns.get(name, zero) for name in ("start", "end", "passed", "beta")))
-    return tile if across is None else jnp.where(tpu.number(tile.shape, 0) == _Rows.pairs, across, tile)
+    return tile if across is None else jnp.where(tpu.number(tile.shape, 0) == _SumRow.pairs, across, tile)
 
 
 def _of_shared_decays(
-    chunks: Chunks, within: Inside, keys: KeyHead, pairs: _Pairs, column: dict[str, jax.Array]
+    chunks: Chunks, within: ChunkOfHead, keys: KeyHead, pairs: _Pairs, column: dict[str, jax.Array]
 ) -> jax.Array:
     """Puts the sums of (18) for single tokens in `column`; returns those over pairs, `[1, C]`."""
     query, key = keys.units
@@ -313,8 +315,8 @@ def _of_shared_decays(
 
 
 def _through_channels(
-    chunks: Chunks, wanted: Collection[str], within: Inside, keys: KeyHead, pairs: _Pairs, dout: jax.Array,
-    u: jax.Array,
+    chunks: Chunks, wanted: Collection[str], within: ChunkOfHead, keys: KeyHead, pairs: _Pairs,
+    dout: jax.Array, u: jax.Array,
 ) -> Stages[tuple[_OfKeys, Any]]:  # fmt: skip
     """Computes (12) to (17) where channels have decays of their own."""
     (query, key), channels = keys.units, within.channels

@@ -2,7 +2,7 @@
 
 A step of the grid has one chunk of 128 tokens of a few heads, and chunks follow one another, with the states
 in vector memory. Arrays of tokens are read where they lie, `[B, T, N H]`: a block has as many heads as fill
-whole registers. What is a number a token stands in eight rows a chunk of each head (`Rows`), made by XLA.
+whole registers. What is a number a token stands in eight rows a chunk of each head (`PerToken`), made by XLA.
 
 With c the running sum of the logarithms of the decays, c_i - c_j is taken between two pairs of numbers: the
 sums of their multiples of 2^-10, which are exact, and those of the rest, which are small. So a difference
@@ -174,7 +174,7 @@ class Chunks:
         return pl.BlockSpec((None, CHUNK, width), lambda b, h, c: (b, where(c), h))
 
     def of_rows(self, where: Callable[[Any], Any]) -> Any:
-        """Returns the spec of `Rows`."""
+        """Returns the spec of `PerToken`."""
         return pl.BlockSpec(
             (None, self.value_heads, None, TILE, CHUNK), lambda b, h, c: (b, h, where(c), ZERO, ZERO)
         )
@@ -190,7 +190,7 @@ class Chunks:
         return pl.BlockSpec(shape, lambda b, h, c: (where(c), b, h, ZERO, ZERO))
 
 
-class Rows(NamedTuple):
+class PerToken(NamedTuple):
     """What is a number a token, `[1, C]` or `[C, 1]`; in one array, `[B, N, chunks, 8, C]`, float32.
 
     With decays of channels c is 0, and restarts are those of documents alone.
@@ -206,15 +206,15 @@ class Rows(NamedTuple):
     whole: jax.Array  # exp(c_C), 0 with a restart, the same for all tokens; of channels: 1 at a restart
 
 
-class Decays(NamedTuple):
+class TokenNumbers(NamedTuple):
     """What XLA makes of the tokens of a call."""
 
-    rows: jax.Array  # `Rows`
+    rows: jax.Array  # `PerToken`
     restarts: jax.Array  # bool, where a decay does not count, `[B, N or 1, chunks, C]`
     seen: jax.Array  # bool, `[B, 1, chunks, C]`
 
 
-def decays(chunks: Chunks, operands: Operands) -> Decays:
+def decays(chunks: Chunks, operands: Operands) -> TokenNumbers:
     """Returns the numbers of tokens, with zeros where none is seen."""
     (B, _, count), (T, _, N, *_), seen = chunks.grid, chunks.sizes, layout.seen_tokens(operands)
 
@@ -242,7 +242,7 @@ def decays(chunks: Chunks, operands: Operands) -> Decays:
     left = (last(c_high) - c_high) + (last(c_low) - c_low)
     c = c_high + c_low
     factor = lambda x, is_same: jnp.exp(jnp.where(is_same, x, -jnp.inf))
-    rows = Rows(
+    rows = PerToken(
         c_high,
         c_low,
         number,
@@ -253,7 +253,7 @@ def decays(chunks: Chunks, operands: Operands) -> Decays:
         restarts if chunks.of_channels else factor(last(c), last(number) == 0),
     )
     alike = [jnp.broadcast_to(x, (B, N, count, CHUNK)).astype(jnp.float32) for x in rows]
-    return Decays(jnp.stack(alike, 3), restarts, is_seen)
+    return TokenNumbers(jnp.stack(alike, 3), restarts, is_seen)
 
 
 # ---- within a kernel
@@ -318,16 +318,16 @@ def as_rows(*columns: jax.Array) -> jax.Array:
     return found.T[:TILE]
 
 
-def seen(chunks: Chunks, column: Rows, x: jax.Array) -> jax.Array:
+def seen(chunks: Chunks, column: PerToken, x: jax.Array) -> jax.Array:
     """Returns rows `[C, X]` with zeros where tokens are not seen."""
     return jnp.where(column.seen != 0, x, jnp.zeros_like(x)) if chunks.is_masked else x
 
 
-def numbers(tile: jax.Array) -> tuple[Rows, Rows]:
+def numbers(tile: jax.Array) -> tuple[PerToken, PerToken]:
     """Returns what XLA made of the tokens of a value head, `[8, C]`, as rows and as columns."""
     upright = jnp.concatenate([tile] * (CHUNK // TILE), 0).T
-    row = Rows(*(tile[i : i + 1] for i in range(TILE)))
-    return row, Rows(*(upright[:, i : i + 1] for i in range(TILE)))
+    row = PerToken(*(tile[i : i + 1] for i in range(TILE)))
+    return row, PerToken(*(upright[:, i : i + 1] for i in range(TILE)))
 
 
 class Halves(NamedTuple):

@@ -19,7 +19,7 @@ from jax_attn_bwd.ops.linear_attention.kernels.tpu_chunks import (
     TILE,
     Chunks,
     Halves,
-    Rows,
+    PerToken,
     Stages,
     number,
     product,
@@ -44,7 +44,7 @@ class KeyHead:
         return self.query_norm * wide(self.query), self.key_norm * wide(self.key)
 
     @classmethod
-    def of(cls, chunks: Chunks, column: Rows, query: jax.Array, key: jax.Array) -> "KeyHead":
+    def of(cls, chunks: Chunks, column: PerToken, query: jax.Array, key: jax.Array) -> "KeyHead":
         """Computes what all value heads that read this one share; `column` is of one of them."""
         query, key = (tpu.seen(chunks, column, x) for x in (query, key))
         options = chunks.options
@@ -65,7 +65,7 @@ class KeyHead:
 
 def read_keys(
     chunks: Chunks, query: Any, key: Any, rows: Any
-) -> tuple[list[tuple[Rows, Rows]], list[KeyHead]]:
+) -> tuple[list[tuple[PerToken, PerToken]], list[KeyHead]]:
     """Reads the numbers of each value head of a step, and its key heads, of refs."""
     numbers, keys = [tpu.numbers(rows[n]) for n in range(chunks.value_heads)], []
     for k in range(chunks.key_heads):
@@ -74,7 +74,9 @@ def read_keys(
     return numbers, keys
 
 
-def read_value(chunks: Chunks, numbers: tuple[Rows, Rows], ref: Any, n: int) -> tuple[slice, jax.Array]:
+def read_value(
+    chunks: Chunks, numbers: tuple[PerToken, PerToken], ref: Any, n: int
+) -> tuple[slice, jax.Array]:
     """Returns where the channels of a value head lie, and what `ref` holds there, 0 where it is not seen."""
     of = slice(n * chunks.value_width, (n + 1) * chunks.value_width)
     return of, tpu.seen(chunks, numbers[1], ref[:, of])
@@ -95,7 +97,7 @@ def strictly_lower(plane: jax.Array) -> jax.Array:
     return jnp.where(number(plane.shape, 0) > number(plane.shape, 1), plane, 0)
 
 
-class Scaled(NamedTuple):
+class ScaledRows(NamedTuple):
     """Rows times factors; one that all channels share is kept apart, and multiplies the rows of a product."""
 
     rows: jax.Array  # [C, H]
@@ -167,7 +169,7 @@ def _parted(size: int) -> jax.Array:
 
 
 @dataclass(frozen=True)
-class Inside:
+class ChunkOfHead:
     """What the tokens of one value head are to one another and to the states around the chunk.
 
     Attributes:
@@ -180,13 +182,13 @@ class Inside:
       channels: None where channels share their decay.
     """
 
-    column: Rows
+    column: PerToken
     from_start: jax.Array
     to_end: jax.Array
     whole: jax.Array
-    reader: Scaled
-    at_start: Scaled
-    at_end: Scaled
+    reader: ScaledRows
+    at_start: ScaledRows
+    at_end: ScaledRows
     reads: jax.Array
     overlaps: Any
     plane: Any
@@ -194,8 +196,8 @@ class Inside:
 
 
 def inside(
-    chunks: Chunks, keys: KeyHead, numbers: tuple[Rows, Rows], log_decay: jax.Array | None
-) -> Stages[Inside]:
+    chunks: Chunks, keys: KeyHead, numbers: tuple[PerToken, PerToken], log_decay: jax.Array | None
+) -> Stages[ChunkOfHead]:
     """Returns the inside of a chunk of one value head; `log_decay` `[C, H]` is that of its channels."""
     if log_decay is not None:
         return (yield from _of_channels(chunks, keys, numbers[1], log_decay))
@@ -205,14 +207,14 @@ def inside(
     is_read &= column.number == row.number
     plane = jnp.exp(jnp.where(is_read, c, -jnp.inf))
     yield
-    return Inside(
+    return ChunkOfHead(
         column,
         column.from_start,
         column.to_end,
         column.whole[:1],
-        Scaled(keys.query, keys.query_norm * column.from_start),
-        Scaled(keys.key, keys.key_norm * column.from_start),
-        Scaled(keys.key, keys.key_norm * column.to_end),
+        ScaledRows(keys.query, keys.query_norm * column.from_start),
+        ScaledRows(keys.key, keys.key_norm * column.from_start),
+        ScaledRows(keys.key, keys.key_norm * column.to_end),
         keys.reads * plane,
         None if keys.overlaps is None else keys.overlaps * plane,
         plane,
@@ -220,7 +222,9 @@ def inside(
     )
 
 
-def _of_channels(chunks: Chunks, keys: KeyHead, column: Rows, log_decay: jax.Array) -> Stages[Inside]:
+def _of_channels(
+    chunks: Chunks, keys: KeyHead, column: PerToken, log_decay: jax.Array
+) -> Stages[ChunkOfHead]:
     """Returns the inside of a chunk whose channels have decays of their own."""
     # c in two parts, and the number of restarts, by products with ones
     g = wide(tpu.seen(chunks, column, log_decay))
@@ -254,14 +258,14 @@ def _of_channels(chunks: Chunks, keys: KeyHead, column: Rows, log_decay: jax.Arr
     overlaps = None
     if chunks.options.is_delta:
         overlaps = yield from channels.products(chunks, key, key)
-    return Inside(
+    return ChunkOfHead(
         column,
         from_start,
         to_end,
         whole,
-        Scaled(query * from_start, None),
-        Scaled(key * from_start, None),
-        Scaled(key * to_end, None),
+        ScaledRows(query * from_start, None),
+        ScaledRows(key * from_start, None),
+        ScaledRows(key * to_end, None),
         jnp.where(is_own, own, reads),
         overlaps,
         None,
@@ -282,7 +286,7 @@ def _of_middle(x: jax.Array, size: int) -> jax.Array:
 
 
 def corrections(
-    chunks: Chunks, within: Inside, value: jax.Array, before: jax.Array
+    chunks: Chunks, within: ChunkOfHead, value: jax.Array, before: jax.Array
 ) -> Stages[tuple[jax.Array, jax.Array, jax.Array]]:
     """Returns M = (I + A)^-1 `[C, C]`, V - K^ S0 and U `[C, Hv]`, by (5)."""
     beta = within.column.beta

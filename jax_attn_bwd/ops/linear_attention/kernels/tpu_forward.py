@@ -22,7 +22,7 @@ from jax_attn_bwd.ops.linear_attention.kernels import tpu_decays as chunk
 from jax_attn_bwd.ops.linear_attention.kernels.inputs import result_specs
 from jax_attn_bwd.ops.linear_attention.kernels.tpu_chunks import Chunks, Stages, product
 from jax_attn_bwd.ops.linear_attention.kernels.tpu_chunks import unsupported as supports
-from jax_attn_bwd.ops.linear_attention.kernels.tpu_decays import Inside
+from jax_attn_bwd.ops.linear_attention.kernels.tpu_decays import ChunkOfHead
 from jax_attn_bwd.ops.linear_attention.plan import Plan
 from jax_attn_bwd.ops.linear_attention.spec import Operands, Options, Result
 
@@ -115,7 +115,7 @@ def _kernel(
 
 
 def _of_head(
-    chunks: Chunks, within: Inside, value: jax.Array, before: jax.Array
+    chunks: Chunks, within: ChunkOfHead, value: jax.Array, before: jax.Array
 ) -> Stages[tuple[jax.Array, jax.Array]]:
     """Returns the output `[C, Hv]`, and the state behind the chunk from that before it, `[H, Hv]`."""
     u = value
