@@ -65,7 +65,12 @@ LAYERS = (
     ("ops/linear_attention/matrix",),
     ("ops/linear_attention/decays",),
     ("ops/linear_attention/layout",),
-    ("ops/linear_attention/kernels/inputs",),
+    (
+        "ops/linear_attention/kernels/inputs",
+        "ops/linear_attention/kernels/hopper_tiles",
+        "ops/linear_attention/kernels/hopper_forward",
+        "ops/linear_attention/kernels/hopper_backward",
+    ),
     ("ops/dot_product/devices",),
     ("ops/*/portable/*",),
     ("ops/*/forward",),

@@ -102,7 +102,8 @@ def gated_delta_rule(
       return_final_state: return `(out, final_state)`.
       precision: how matrix products are taken; None follows `jax_default_matmul_precision`.
       forward_mode: also differentiable by `jax.jvp`, `jax.jacfwd` and `jax.linearize`, by a written rule.
-      implementation: None or "xla"; there are no kernels.
+      implementation: None, "xla", or "mosaic_gpu": kernels for Hopper GPUs, of narrow floats, of up to 128
+        channels, and of decays that all channels of a head share; they run by name alone.
 
     Returns:
       out: `[..., T, N, Hv]`, dtype of `query`. States and sums are float32 (float64 for float64).
@@ -299,7 +300,7 @@ def gated_linear_attention_bwd(
 
 
 PORTABLE = backend.Implementation("xla", portable_forward.forward, portable_backward.backward)
-IMPLEMENTATIONS = (PORTABLE,)
+IMPLEMENTATIONS = (backend.kernel("mosaic_gpu", __package__, PORTABLE, ("hopper",), has_run=False), PORTABLE)
 
 
 def _gradients(
@@ -328,7 +329,7 @@ def _gradients(
     plan = backend.planned(name, IMPLEMENTATIONS, implementation, static, operands, planned)
     chosen = backend.named(IMPLEMENTATIONS, plan.implementation)
     saved = Residuals(operands, chosen.forward(plan, operands).states)
-    return chosen.backward(plan, saved, frozenset(wanted), dout, dfinal_state)
+    return chosen.backward((plan, frozenset(wanted)), saved, dout, dfinal_state)
 
 
 def _primal(plan: Plan, operands: Operands) -> tuple[jax.Array, jax.Array]:
@@ -345,7 +346,7 @@ def _forward(plan, operands, wanted):
 
 def _backward(plan, saved, wanted, cotangents):
     backward = backend.named(IMPLEMENTATIONS, plan.implementation).backward
-    grads = backward(plan, saved, wanted, *cotangents)
+    grads = backward((plan, wanted), saved, *cotangents)
     return Operands(*(grads.get(name) for name in Operands._fields))
 
 

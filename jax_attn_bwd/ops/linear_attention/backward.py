@@ -62,12 +62,12 @@ from jax_attn_bwd.ops.linear_attention.plan import Plan
 from jax_attn_bwd.ops.linear_attention.spec import Residuals
 
 
-@partial(jax.jit, static_argnums=(0, 2))
+@partial(jax.jit, static_argnums=0)
 def backward(
-    plan: Plan, residuals: Residuals, wanted: frozenset[str], dout: jax.Array | None, dfinal: jax.Array | None
+    task: tuple[Plan, frozenset[str]], residuals: Residuals, dout: jax.Array | None, dfinal: jax.Array | None
 ) -> dict[str, jax.Array]:
-    """Returns the gradients of the operands in `wanted`, by name; a cotangent that is None is zero."""
-    operands = residuals.operands
+    """Returns the gradients of the operands named in `task`; a cotangent that is None is zero."""
+    (plan, wanted), operands = task, residuals.operands
     dtype, groups = accumulator_dtype(operands.value.dtype), operands.groups
     tokens = layout.tokens(plan, operands)
 
