@@ -46,12 +46,14 @@ def kernel(
     forward: bool = True,
     any_order: bool = False,
     in_one_file: bool = False,
+    has_run: bool = True,
 ) -> Implementation:
     """Returns the implementation `name` of the operator in `package` by kernels: Pallas's, or a library's.
 
     Each of `generations` has its files in `package.kernels`: `<generation>_forward.py` (`forward`,
     `supports`) and `<generation>_backward.py` (`backward`), or all of it in `<generation>.py`
     (`in_one_file`), imported when such a device is first aimed at.
+    Without `has_run` they have not passed on a chip, whatever other kernels of the generation have.
     `portable` gives the derivatives of the kernels' results. Where it has no kernel of the forward, which is
     then the portable one, `supports` stands beside `backward`.
     """
@@ -78,7 +80,9 @@ def kernel(
 
     def ran():
         device = found()
-        passed = isinstance(device, targets.Generation) and jax.__version_info__ >= device.oldest_jax
+        passed = (
+            has_run and isinstance(device, targets.Generation) and jax.__version_info__ >= device.oldest_jax
+        )
         return device.ran if passed else ""
 
     def files():

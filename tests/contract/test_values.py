@@ -43,11 +43,13 @@ def _left_to_the_portable_path(operator, case) -> bool:
 
 
 def _marks(operator, implementation: str, case) -> list:
-    """What XLA computes for the TPU kernels of deformable attention, and most of linear attention, is left to
-    the thorough tier: their interpreter is slow.
+    """What XLA computes for the TPU kernels of deformable attention is left to the thorough tier, as are the
+    kernels of linear attention: their interpreter is slow.
     """
-    is_slow = operator.name.startswith(("multi_scale", "gated")) and case.name != "second"
-    return [pytest.mark.thorough] if is_slow and implementation == "mosaic_tpu" else []
+    for_xla = operator.name == "multi_scale_deformable_attention" and case.name != "second"
+    linear = operator.name in ("gated_delta_rule", "gated_linear_attention")
+    slow = (for_xla and implementation == "mosaic_tpu") or (linear and is_kernel(operator, implementation))
+    return [pytest.mark.thorough] if slow else []
 
 
 pytestmark = pytest.mark.usefixtures("one_device")

@@ -108,7 +108,9 @@ def gated_delta_rule(
       return_final_state: return `(out, final_state)`.
       precision: how matrix products are taken; None follows `jax_default_matmul_precision`.
       forward_mode: also differentiable by `jax.jvp`, `jax.jacfwd` and `jax.linearize`, by a written rule.
-      implementation: None, "xla" or "mosaic_tpu".
+      implementation: None, "xla", "mosaic_tpu", or "mosaic_gpu": kernels for Hopper GPUs, of narrow floats, of
+        up to 128 channels, and of decays that all channels of a head share. No chip has run either kernel, so
+        both run by name alone.
 
     Returns:
       out: `[..., T, N, Hv]`, dtype of `query`. States and sums are float32 (float64 for float64).
@@ -428,7 +430,11 @@ def dplr_linear_attention_bwd(
 
 
 PORTABLE = backend.Implementation("xla", portable_forward.forward, portable_backward.backward)
-IMPLEMENTATIONS = (backend.kernel("mosaic_tpu", __package__, PORTABLE, ("tpu",)), PORTABLE)
+IMPLEMENTATIONS = (
+    backend.kernel("mosaic_tpu", __package__, PORTABLE, ("tpu",)),
+    backend.kernel("mosaic_gpu", __package__, PORTABLE, ("hopper",), has_run=False),
+    PORTABLE,
+)
 OF_ERASING_KEYS = (PORTABLE,)  # of `dplr_linear_attention`
 
 

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 from jax_attn_bwd._core.numerics import to_rank
 from jax_attn_bwd.ops.linear_attention import layout
 from jax_attn_bwd.ops.linear_attention.plan import Plan, has_decays_of_channels
-from jax_attn_bwd.ops.linear_attention.spec import Operands, Options, Result
+from jax_attn_bwd.ops.linear_attention.spec import Operands, Options, Residuals, Result
 
 NEVER = -200.0  # the logarithm of a decay that is 0
 NUMBERS = 4  # of a token: c, beta, and what multiplies its query and its key
@@ -53,32 +53,36 @@ def unsupported(options: Options, operands: Operands, sizes: tuple[int, int]) ->
 def of_call(plan: Plan, operands: Operands, multiples: tuple[int, int]) -> Inputs:
     """Returns the inputs of a call, H and Hv padded to `multiples`; beyond the lengths nothing is read."""
     seen, T = layout.seen_tokens(operands), operands.value.shape[-3]
-    padded = plan.groups_of(T) * plan.side_by_side * plan.chunk - T
+    padded = _padding(plan, T)
     clean = lambda x: x if seen is None else jnp.where(seen, x, 0)
-
-    def whole(x, multiple):  # [B, T, N, X]
-        x = clean(x).reshape(-1, *x.shape[-3:])
-        rest = -x.shape[-1] % multiple
-        return jnp.pad(x, [(0, 0), (0, padded), (0, 0), (0, rest)]) if padded or rest else x
-
-    query, key = (whole(x, multiples[0]) for x in (operands.query, operands.key))
-    value = whole(operands.value, multiples[1])
+    query, key = (padded_rows(plan, operands, x, multiples[0]) for x in (operands.query, operands.key))
+    value = padded_rows(plan, operands, operands.value, multiples[1])
     B, _, N, _ = value.shape
 
-    def of_heads(x):  # [..., T, 1 | K | N, 1] to [B, N, T]
+    def of_tokens(x):  # [..., T, 1 | K | N, 1] to [B, T, N]
         x = jnp.broadcast_to(x, (*operands.value.shape[:-2], *x.shape[-2:])).reshape(B, T, -1)
-        x = jnp.pad(x, [(0, 0), (0, padded), (0, 0)]).swapaxes(1, 2)
-        return jnp.repeat(x, N // x.shape[1], 1)
+        return jnp.repeat(jnp.pad(x, [(0, 0), (0, padded), (0, 0)]), N // x.shape[-1], -1)
 
-    g = of_heads(clean(log_decay(operands))).reshape(B, N, -1, plan.chunk)
+    g = of_tokens(clean(log_decay(operands))).reshape(B, -1, 1, plan.chunk, N)
     # no product, whose factors would be rounded; a sum over masked pairs is one kernel
-    up_to = np.tril(np.ones((plan.chunk, plan.chunk), bool))
-    c = jnp.where(to_rank(jnp.asarray(up_to), 5), g[..., None, :], 0).sum(-1).reshape(B, N, -1)
-    beta = jnp.ones_like(c) if operands.beta is None else of_heads(clean(wide(operands.beta[..., None])))
-    factors = (of_heads(unit_factor(plan.options, clean(x))) for x in (operands.query, operands.key))
+    up_to = np.tril(np.ones((plan.chunk, plan.chunk), bool))[..., None]
+    c = jnp.where(to_rank(jnp.asarray(up_to), 5), g, 0).sum(-2).reshape(B, -1, N)
+    beta = jnp.ones_like(c) if operands.beta is None else of_tokens(clean(wide(operands.beta[..., None])))
+    factors = (of_tokens(unit_factor(plan.options, clean(x))) for x in (operands.query, operands.key))
     query_factor, key_factor = factors
-    numbers = jnp.stack([c, beta, plan.options.scale * query_factor, key_factor], 2)
+    numbers = jnp.stack([c, beta, plan.options.scale * query_factor, key_factor], -1).transpose(0, 2, 3, 1)
     return Inputs(query, key, value, numbers, padded_state(operands.initial_state, query, value))
+
+
+def _padding(plan: Plan, T: int) -> int:
+    return plan.groups_of(T) * plan.side_by_side * plan.chunk - T
+
+
+def padded_rows(plan: Plan, operands: Operands, x: jax.Array, multiple: int) -> jax.Array:
+    """Returns rows of tokens, `[..., T, N, X]`, as kernels read them: 0 beyond the lengths, padded."""
+    seen, padded, rest = layout.seen_tokens(operands), _padding(plan, x.shape[-3]), -x.shape[-1] % multiple
+    x = (x if seen is None else jnp.where(seen, x, 0)).reshape(-1, *x.shape[-3:])
+    return jnp.pad(x, [(0, 0), (0, padded), (0, 0), (0, rest)]) if padded or rest else x
 
 
 def padded_state(state: jax.Array | None, query: jax.Array, value: jax.Array) -> jax.Array | None:
@@ -128,15 +132,19 @@ def result_specs(operands: Operands) -> Any:
     return Result(out, final, states)
 
 
+def gradient_specs(residuals: Residuals, *cotangents: Any) -> Any:
+    """Maps the PartitionSpecs of residuals to those of what kernels give, all of it, by name."""
+    operands: Any = residuals.operands
+    *batch, _, heads, _ = operands.value
+    numbers, state = PartitionSpec(*batch, None, heads), PartitionSpec(*batch, heads, None, None)
+    rows = {name: getattr(operands, name) for name in ("query", "key", "value")}
+    return rows | {"log_decay": numbers, "beta": numbers, "initial_state": state}
+
+
 def log_decay_gradient(operands: Operands, dg: jax.Array) -> jax.Array:
-    """Returns the gradient of `log_decay` in its own shape from that of each token, float32 `[B, N, T]`."""
-    (*batch, T, N, _), given = operands.value.shape, operands.log_decay
+    """Returns the gradient of `log_decay` in its own shape from that of each token, float32 `[..., T, N]`."""
+    given = operands.log_decay
     assert given is not None
-    dg = dg[..., :T].swapaxes(1, 2).reshape(*batch, T, N, 1)
-    g = jnp.broadcast_to(log_decay(operands), dg.shape)
+    g = jnp.broadcast_to(log_decay(operands)[..., 0], dg.shape)
     dg = jnp.where(g == NEVER, 0, dg)
-    seen = layout.seen_tokens(operands)
-    dg = dg if seen is None else jnp.where(seen, dg, 0)
-    if given.ndim == 1:
-        return dg.sum((*range(dg.ndim - 2), -1)).astype(given.dtype)
-    return dg.reshape(given.shape).astype(given.dtype)
+    return (dg.sum(range(dg.ndim - 1)) if given.ndim == 1 else dg.reshape(given.shape)).astype(given.dtype)

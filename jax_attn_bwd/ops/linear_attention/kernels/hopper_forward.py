@@ -1,0 +1,136 @@
+"""Hopper forward of linear attention (Pallas Mosaic GPU): decays that all channels of a head share.
+
+Two kernels. One computes the planes P and M of all chunks, side by side (`hopper_tiles.py`). The other walks
+over the chunks, a program for each batch entry, value head and 64 columns of values: a warpgroup loads what
+is read of a chunk into a ring (TMA), another holds the transposed state [64, H] in registers and computes
+
+    U^T = ((V^T - S0^T K^^T) b) M^T,   O^T = S0^T Q^^T + U^T P^T,   S1^T = exp(c_C) S0^T + U^T K~,
+
+(5) and (6) of `forward.py`. So transposed, whatever a product gives is the first factor of the next one,
+without a way through shared memory, and each number of a token belongs to a column.
+
+References:
+  As in `forward.py`.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jax_attn_bwd._core import mosaic_gpu, pallas
+from jax_attn_bwd._core.mosaic_gpu import COLUMNS, tile
+from jax_attn_bwd._core.sharding import tie
+from jax_attn_bwd.ops.linear_attention.kernels import hopper_tiles as tiles
+from jax_attn_bwd.ops.linear_attention.kernels import inputs
+from jax_attn_bwd.ops.linear_attention.kernels.hopper_tiles import CHUNK, SIZE, along_columns, product
+from jax_attn_bwd.ops.linear_attention.kernels.inputs import Inputs
+from jax_attn_bwd.ops.linear_attention.plan import Plan
+from jax_attn_bwd.ops.linear_attention.spec import Operands, Result
+
+supports = tiles.unsupported
+_STAGES = 2
+
+
+def forward(plan: Plan, operands: Operands) -> Result:
+    """Computes the output, the final state, and those that the backward starts from."""
+    run = partial(_forward, plan, pallas.is_interpreted(mosaic_gpu.NAME))
+    return tie(pallas.on_local_shards(run, inputs.result_specs, (operands,)), operands)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _forward(plan, interpret, operands):
+    given = pallas.vary_alike(inputs.of_call(plan, operands, (SIZE, SIZE)))
+    (B, T, _, H), (N, Hv) = given.key.shape, given.value.shape[-2:]
+    planes = tiles.planes(plan.options, interpret, given)
+    out_type = partial(pallas.out_type, operands=given)
+    state = tile((H, SIZE), jnp.float32)
+    out, final, states = mosaic_gpu.launch(
+        partial(_kernel, plan.side_by_side),
+        "linear_attention_walk",
+        interpret=interpret,
+        out_type=[
+            out_type((B, T, N, Hv), given.value.dtype),
+            out_type((B, N, H, Hv), jnp.float32),
+            out_type((T // (plan.side_by_side * CHUNK), B, N, H, Hv), jnp.float32),
+        ],
+        scratch=tiles.rings(_STAGES, given, len(planes))
+        | dict(out_tile=tile((CHUNK, SIZE), given.value.dtype), state_tile=state, first=plgpu.Barrier())
+        | tiles.spare_tile(interpret, H, given.value.dtype),
+        grid={"column": Hv // SIZE, "head": N, "batch": B},
+        warpgroups=2,
+    )(given, planes)
+    return inputs.result(operands, out, final, states)
+
+
+def _kernel(
+    between: int, given: Inputs, planes: Any, out_ref, final_ref, states_ref,
+    *, rings, loaded, free, out_tile, state_tile, first, spare=None,
+):  # fmt: skip
+    """Walks over the chunks of 64 columns of one value head; a state is saved before each `between`."""
+    b, n, wg = (lax.axis_index(name) for name in ("batch", "head", "wg"))
+    columns = pl.ds(lax.axis_index("column") * SIZE, SIZE)
+    count = given.value.shape[1] // CHUNK
+
+    @pl.when(wg == 1)
+    def _load():
+        sources = partial(tiles.sources, given, planes, b, n, columns)
+        tiles.stream(jnp.int32(count), _STAGES, sources, rings, loaded, free)
+
+    @pl.when(wg == 0)
+    def _compute():
+        if given.state is None:
+            start = tiles.zeros(SIZE, given.key.shape[-1])
+        else:
+            start = tiles.load_state(given.state.at[b, n, :, columns], state_tile, first)
+
+        def step(t, state):
+            slot = lax.rem(t, jnp.int32(_STAGES))
+            plgpu.barrier_wait(loaded.at[slot])
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+            @pl.when(lax.rem(t, jnp.int32(between)) == 0)
+            def _save():
+                tiles.store_transposed(state_tile, state)
+                plgpu.commit_smem()
+                group = lax.div(t, jnp.int32(between))
+                plgpu.copy_smem_to_gmem(state_tile, states_ref.at[group, b, n, :, columns])
+
+            chunk = tiles.at_slot(rings, slot)
+            u = corrected(chunk, state, spare)
+            out = product(state, chunk.query.T, spare) * along_columns(chunk.numbers(COLUMNS).from_start)
+            out = product(u, chunk.reads.T, spare, out)
+            state = passed(chunk, state, u, spare)
+            plgpu.barrier_arrive(free.at[slot])
+            tiles.store_transposed(out_tile, out)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(out_tile, out_ref.at[b, tiles.tokens(t), n, columns])
+            return state
+
+        state = lax.fori_loop(jnp.int32(0), jnp.int32(count), step, start)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        tiles.store_transposed(state_tile, state)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(state_tile, final_ref.at[b, n, :, columns])
+        plgpu.wait_smem_to_gmem(0)
+
+
+def corrected(chunk: tiles.Chunk, state: jax.Array, spare: Any) -> jax.Array:
+    """Returns U^T `[SIZE, CHUNK]` of the transposed state before a chunk, by (5)."""
+    value = tiles.load_transposed(chunk.value)
+    if chunk.solved is None:
+        return value
+    numbers = chunk.numbers(COLUMNS)
+    held = product(state, chunk.key.T, spare)
+    rest = (value - held * along_columns(numbers.at_start)) * along_columns(numbers.beta)
+    return product(rest, chunk.solved.T, spare)
+
+
+def passed(chunk: tiles.Chunk, state: jax.Array, u: jax.Array, spare: Any) -> jax.Array:
+    """Returns the transposed state behind a chunk, by (6)."""
+    numbers = chunk.numbers(COLUMNS)
+    return product(u * along_columns(numbers.at_end), chunk.key, spare, state * numbers.whole)

@@ -1,0 +1,101 @@
+"""The Hopper kernels of linear attention: which calls they take; in the interpreter, beyond the contract."""
+
+import jax
+import numpy as np
+import pytest
+from helpers import OPERATORS, interpreted, thorough
+
+import jax_attn_bwd as jab
+from jax_attn_bwd import check
+from jax_attn_bwd._core import pallas
+from jax_attn_bwd.ops.linear_attention import api, plan
+from jax_attn_bwd.ops.linear_attention.arguments import prepare
+from jax_attn_bwd.ops.linear_attention.cases import NORM, case
+from jax_attn_bwd.ops.linear_attention.kernels.inputs import of_call
+
+NAME = "mosaic_gpu"
+DELTA, LINEAR = (
+    next(o for o in OPERATORS if o.name == n) for n in ("gated_delta_rule", "gated_linear_attention")
+)
+pytestmark = pytest.mark.kernel
+
+
+def refusal(operator, dtype="bfloat16", **sizes):
+    arrays = case("", delta=operator is DELTA, **sizes).arrays(dtype)
+    with pallas.interpreting(NAME):
+        return jab.explain(operator.call, **arrays)[NAME]
+
+
+@interpreted
+def test_what_is_refused_says_why():
+    assert refusal(DELTA) == refusal(LINEAR, "float16", H=128, Hv=128, decay="constant") == "ok"
+    assert "not float32" in refusal(DELTA, "float32")
+    assert refusal(DELTA, H=160) == "keys may have at most 128 channels and values 128, got 160 and 5"
+    assert refusal(LINEAR, decay="channel") == "it has a decay a head, not one a channel"
+    assert refusal(LINEAR, T=0) == "there is nothing to compute"
+
+
+def test_it_runs_by_name_alone(unproven):
+    """Other kernels of Hopper have run on a chip; these have not."""
+    arrays = case("", T=64, H=64, Hv=64).arrays("bfloat16")
+    reasons = jab.explain(DELTA.call, **arrays, platform="H100")
+    assert reasons["xla"] == "ok"
+    assert jax.__version_info__ < (0, 12) or reasons[NAME].startswith("it is not proven on")
+
+
+@pytest.mark.parametrize("sizes", [dict(H=128, Hv=128), dict(H=64, Hv=64), dict(H=3, Hv=5)])
+def test_states_take_no_more_than_the_inputs(sizes):
+    """And are those that the portable path saves by the same plan."""
+    arrays = case("", B=(1,), T=300, N=2, **sizes).arrays("bfloat16")
+    options, operands = prepare(
+        "", *(arrays[n] for n in ("query", "key", "value", "log_decay", "beta")), is_delta=True,
+        initial_state=None, scale=None, l2_norm_epsilon=None, seq_lengths=None, segment_ids=None,
+        precision=None,
+    )  # fmt: skip
+    kept = plan.plan(NAME, options, operands)
+    states = jax.eval_shape(lambda x: api.PORTABLE.forward(kept, x), operands).states
+    assert kept.chunk == 64
+    a_group = kept.chunk * kept.side_by_side
+    inputs = sum(operands[i].nbytes for i in range(3)) * a_group // 300
+    assert states.size * 4 // states.shape[0] <= inputs or kept.side_by_side == 1
+    given = of_call(kept, operands, (64, 64))
+    assert given.value.shape[1] == states.shape[0] * a_group
+
+
+@thorough
+@interpreted
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("operator", "sizes"),
+    [
+        (DELTA, dict(B=(1,), T=141, H=72, Hv=40, K=1, N=2, state=True, growth=0.1, **NORM)),
+        (DELTA, dict(T=70, decay="constant", lengths=(70, 3), segments=3)),
+        (LINEAR, dict(B=(1,), T=67, H=128, Hv=128, K=1, N=1, state=True, growth=0.05)),
+        (LINEAR, dict(T=1, decay="none")),
+    ],
+)
+def test_against_definition(operator, sizes, dtype):
+    one = case("", delta=operator is DELTA, **sizes)
+    with pallas.interpreting(NAME):
+        for row in check.measure(operator, NAME, one, dtype):
+            assert row.ok, row
+
+
+@thorough
+@interpreted
+def test_rounding_is_at_most_twice_that_of_the_portable_path():
+    one = case("", B=(1,), T=130, H=64, Hv=64, K=1, N=1, growth=0.05, **NORM)
+    aim = check.target(DELTA, one, "bfloat16")
+    with pallas.interpreting(NAME):
+        runs = {
+            name: check._in_one_program(DELTA, {**one.options, "implementation": name}, aim)
+            for name in (NAME, "xla")
+        }
+    of = {
+        name: {"out": out, **{f"d{n}": x for n, x in grads.items()}}
+        for name, ((out, _), grads) in runs.items()
+    }
+    for name in ("out", "dquery", "dkey", "dvalue"):
+        exact = aim.expected[name]
+        error = {n: np.square(np.asarray(x[name], np.float64) - exact).mean() ** 0.5 for n, x in of.items()}
+        assert error[NAME] <= 2 * error["xla"], (name, error)
