@@ -108,9 +108,9 @@ def gated_delta_rule(
       return_final_state: return `(out, final_state)`.
       precision: how matrix products are taken; None follows `jax_default_matmul_precision`.
       forward_mode: also differentiable by `jax.jvp`, `jax.jacfwd` and `jax.linearize`, by a written rule.
-      implementation: None, "xla", "mosaic_tpu", or "mosaic_gpu": kernels for Hopper GPUs, of narrow floats, of
-        up to 128 channels, and of decays that all channels of a head share. No chip has run either kernel, so
-        both run by name alone.
+      implementation: None, "xla", "mosaic_tpu", or "mosaic_gpu": kernels for Hopper GPUs, of narrow floats,
+        of up to 128 channels, and of decays that all channels of a head share. No chip has run either kernel,
+        so both run by name alone.
 
     Returns:
       out: `[..., T, N, Hv]`, dtype of `query`. States and sums are float32 (float64 for float64).
