@@ -76,7 +76,7 @@ def needed_options(function) -> frozenset:
     return typing.get_args(inspect.signature(function).parameters["options"].annotation)[0].__required_keys__
 
 
-@pytest.mark.parametrize("name", {*OPERATORS, *SECONDARY})
+@pytest.mark.parametrize("name", sorted({*OPERATORS, *SECONDARY}))
 def test_a_keyword_that_a_call_does_not_list(name):
     expected = rf"{name.rpartition('.')[2]}\(\) got an unexpected keyword argument 'im2col_step'"
     answer = "" if ".compat." in name else "; leave it out: it changes no result"
