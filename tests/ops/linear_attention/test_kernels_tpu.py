@@ -82,6 +82,25 @@ def test_strong_decays_leave_those_after_them_exact():
 
 @thorough
 @pytest.mark.kernel
+def test_the_gradient_of_strong_decays_of_channels_is_exact():
+    """What the last token adds and what the state takes are not taken from one another."""
+    key, value = jnp.asarray([[[[0.6, 0.8]]]], jnp.float32), jnp.asarray([[[[1.0, -1.0]]]], jnp.float32)
+    state = jnp.full((1, 1, 2, 2), 0.25, jnp.float32)
+
+    def gradient(implementation):
+        call = lambda g: gated_linear_attention(
+            key, key, value, g, initial_state=state, return_final_state=True, implementation=implementation
+        )
+        return jax.grad(lambda g: call(g)[1][..., 0].sum())(jnp.full_like(key, -16.0))
+
+    with pallas.interpreting(NAME):
+        got = gradient(NAME)
+    np.testing.assert_allclose(got, jnp.full_like(key, 0.25 * np.exp(-16)), rtol=1e-5)
+    np.testing.assert_allclose(got, gradient("xla"), rtol=1e-5)
+
+
+@thorough
+@pytest.mark.kernel
 def test_vmap_grad_of_grad_and_states_from_call_to_call():
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.standard_normal((2, 1, 9, 1, 4)), jnp.float32) / 2 for _ in range(3))

@@ -318,28 +318,28 @@ def _through_channels(
     chunks: Chunks, wanted: Collection[str], within: ChunkOfHead, keys: KeyHead, pairs: _Pairs,
     dout: jax.Array, u: jax.Array,
 ) -> Stages[tuple[_OfKeys, Any]]:  # fmt: skip
-    """Computes (12) to (17) where channels have decays of their own."""
+    """Computes (12) to (14) and (18) where channels have decays of their own."""
     (query, key), channels = keys.units, within.channels
     assert channels is not None
-    dq = pairs.query + (yield from channels.earlier(chunks, pairs.reads, key))
-    read = pairs.read + (yield from channels.later(chunks, pairs.reads, query))
-    dk = -read
+    sums: list[Any] = [0.0] * len(channels.factors) if "log_decay" in wanted else []
+    of_query, of_key = chunk.Moved(query, sums), chunk.Moved(key, sums)
+    dq = pairs.query + (yield from channels.earlier(chunks, pairs.reads, key, of_query))
+    dk = pairs.read + (yield from channels.later(chunks, pairs.reads, query, of_key))
     if pairs.overlaps is not None:
-        read += yield from channels.later(chunks, pairs.overlaps, key)
-        reader = pairs.reader + (yield from channels.earlier(chunks, pairs.overlaps, key))
-        dk = reader - read
+        dk += yield from channels.later(chunks, pairs.overlaps, key, of_key)
+        dk += pairs.reader + (yield from channels.earlier(chunks, pairs.overlaps, key, of_key))
     dg = None
     if "log_decay" in wanted:
-        dc = query * dq + key * dk
-        whole = (key * pairs.read).sum(0, keepdims=True)
-        whole += jnp.broadcast_to(pairs.passed, (pairs.passed.shape[0], LANES)).T[:1]
-        dc += jnp.where(tpu.number(dc.shape, 0) == CHUNK - 1, whole, 0)
-        behind = tpu.number((CHUNK, CHUNK), 0) <= tpu.number((CHUNK, CHUNK), 1)
-        dg = product(chunks, behind.astype(jnp.bfloat16), dc, is_exact=True)
+        start, end = query * pairs.query, key * pairs.read
+        start = start if pairs.reader is None else start + key * pairs.reader
+        t, i = (tpu.number((CHUNK, CHUNK), axis) for axis in (0, 1))
+        passed = jnp.broadcast_to(pairs.passed, (pairs.passed.shape[0], LANES)).T[:1]
+        dg = passed + (yield from channels.of_decays(chunks, sums))
+        dg += product(chunks, (t <= i).astype(jnp.bfloat16), start, is_exact=True)
+        dg += product(chunks, (t > i).astype(jnp.bfloat16), end, is_exact=True)
         dg = tpu.seen(chunks, within.column, jnp.where(channels.restarts, 0, dg))
     yield
     own = (chunk.wide(dout) * chunk.wide(u)).sum(1, keepdims=True)
-    dk = read if pairs.overlaps is None else read + reader
     return _OfKeys(dq + own * key, dk + own * query, None, None), dg
 
 

@@ -133,33 +133,61 @@ class Channels(NamedTuple):
             yield
         return plane
 
-    def earlier(self, chunks: Chunks, plane: jax.Array, x: jax.Array) -> Stages[jax.Array]:
-        """Returns the sums of plane_ij exp(c_i - c_j) x_j over j < i, `[C, H]`."""
+    def earlier(self, chunks: Chunks, plane: jax.Array, x: jax.Array, of: "Moved") -> Stages[jax.Array]:
+        """Returns the sums of plane_ij exp(c_i - c_j) x_j over j < i, `[C, H]`, and adds them to `of`."""
         total = jnp.zeros(x.shape, jnp.float32)
-        for size, factor in self.factors:
+        for n, (size, factor) in enumerate(self.factors):
             scaled = x * factor
             if size >= TILE:
                 halves = Halves(size)
                 found = halves.placed(product(chunks, halves.between(plane), scaled))
             else:
                 found = product(chunks, jnp.where(_parted(size), plane, 0), scaled)
-            total += found * factor
+            total += of.add(n, found * factor)
             yield
         return total
 
-    def later(self, chunks: Chunks, plane: jax.Array, x: jax.Array) -> Stages[jax.Array]:
-        """Returns the sums of plane_ij exp(c_i - c_j) x_i over i > j, `[C, H]`."""
+    def later(self, chunks: Chunks, plane: jax.Array, x: jax.Array, of: "Moved") -> Stages[jax.Array]:
+        """Returns the sums of plane_ij exp(c_i - c_j) x_i over i > j, `[C, H]`, and adds them to `of`."""
         total = jnp.zeros(x.shape, jnp.float32)
-        for size, factor in self.factors:
+        for n, (size, factor) in enumerate(self.factors):
             scaled = x * factor
             if size >= TILE:
                 halves = Halves(size)
                 found = product(chunks, halves.between(plane), halves.later(scaled), (0, 0))
             else:
                 found = product(chunks, jnp.where(_parted(size), plane, 0), scaled, (0, 0))
-            total += found * factor
+            total += of.add(n, found * factor)
             yield
         return total
+
+    def of_decays(self, chunks: Chunks, moved: list[jax.Array]) -> Stages[jax.Array]:
+        """Returns what the pairs of (18) give, `[C, H]`, from what moves with each halving."""
+        total = jnp.zeros(moved[0].shape, jnp.float32)
+        for (size, _), x in zip(self.factors, moved, strict=True):
+            total += product(chunks, _to_middle(size), x, is_exact=True)
+            yield
+        return total
+
+
+class Moved(NamedTuple):
+    """Adds up what moves with the logarithms of decays, by halving: rows times the sums that they get."""
+
+    rows: jax.Array  # [C, H]
+    sums: list[Any]  # of each halving, [C, H]; empty where the gradient of the decays is not asked for
+
+    def add(self, n: int, share: jax.Array) -> jax.Array:
+        """Adds the sums of the n-th halving, and returns them."""
+        if self.sums:
+            self.sums[n] = self.sums[n] + self.rows * share
+        return share
+
+
+def _to_middle(size: int) -> jax.Array:
+    """Tells of each t if it lies between token i and the middle b of its stretch: of later ones from b on."""
+    t, i = (number((CHUNK, CHUNK), axis) for axis in (0, 1))
+    b = (i & -(2 * size)) + size
+    return jnp.where((i & size) != 0, (b <= t) & (t <= i), (i < t) & (t < b)).astype(jnp.bfloat16)
 
 
 def _parted(size: int) -> jax.Array:
