@@ -187,7 +187,7 @@ def _to_middle(size: int) -> jax.Array:
     """Tells of each t if it lies between token i and the middle b of its stretch: of later ones from b on."""
     t, i = (number((CHUNK, CHUNK), axis) for axis in (0, 1))
     b = (i & -(2 * size)) + size
-    return jnp.where((i & size) != 0, (b <= t) & (t <= i), (i < t) & (t < b)).astype(jnp.bfloat16)
+    return (((b <= t) & (t <= i)) | ((i < t) & (t < b))).astype(jnp.bfloat16)
 
 
 def _parted(size: int) -> jax.Array:
