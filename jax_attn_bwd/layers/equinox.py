@@ -680,8 +680,7 @@ def load_torch(layer: _Layer, state: Mapping[str, Any], prefix: str = "") -> _La
 def replace_attention(model: _Tree) -> _Tree:
     """Returns `model` with each `equinox.nn.MultiheadAttention` as ours, its weights kept.
 
-    Found are those in modules, lists, dicts, and stacks that `equinox.filter_vmap` made for a scan. The model
-    that is given stays as it is.
+    Found are those in modules, lists, dicts, and stacks that `equinox.filter_vmap` made for a scan.
 
     Args:
       model: a module, or another pytree of modules.

@@ -29,7 +29,7 @@ from jax_attn_bwd.parallel.arguments import run_on_parts
 from jax_attn_bwd.parallel.deformable import sharded_multi_scale_deformable_attention
 from jax_attn_bwd.parallel.graph import sharded_graph_attention
 from jax_attn_bwd.parallel.layouts import striped, unstriped, unzigzag, zigzag
-from jax_attn_bwd.parallel.linear import gated_delta_rule, gated_linear_attention
+from jax_attn_bwd.parallel.linear import dplr_linear_attention, gated_delta_rule, gated_linear_attention
 from jax_attn_bwd.parallel.partition import PartitionedGraph, partition_graph
 from jax_attn_bwd.parallel.sequence import all_gather_attention, ring_attention, ulysses_attention
 from jax_attn_bwd.parallel.tensor import tensor_parallel_multi_head_attention
@@ -173,7 +173,7 @@ def _named(operator: Operator, *names: str) -> tuple[Case, ...]:
     return tuple(case for case in operator.cases if case.name in names)
 
 
-_DELTA, _GATED = LINEAR[:2]
+_DELTA, _GATED, _ERASING = LINEAR
 (_DENSE,), (_MULTI_HEAD,), (_DEFORMABLE,), (_GAT, *_) = dense.OPERATORS, MULTI_HEAD, DEFORMABLE, GRAPH
 OPERATORS = (
     _of(_DENSE, "ring_attention", _sequence(ring_attention, zigzag, unzigzag), _SEQUENCE_CASES),
@@ -190,6 +190,12 @@ OPERATORS = (
         "parallel.gated_linear_attention",
         _linear(gated_linear_attention),
         _named(_GATED, "plain", "channels", "means"),
+    ),
+    _of(
+        _ERASING,
+        "parallel.dplr_linear_attention",
+        _linear(dplr_linear_attention),
+        _named(_ERASING, "plain", "chunks", "means"),
     ),
     _of(_MULTI_HEAD, "tensor_parallel_multi_head_attention", _layer, _named(_MULTI_HEAD, "tiles", "means")),
     _of(_GAT, "sharded_graph_attention", _graph, _named(_GAT, "plain", "edge_dropout", "means")),

@@ -25,6 +25,7 @@ CASES = {
     "parallel.gated_linear_attention": _named(
         linear_attention.CASES["gated_linear_attention"], "second_channels"
     ),
+    "parallel.dplr_linear_attention": _named(linear_attention.CASES["dplr_linear_attention"], "second"),
     "tensor_parallel_multi_head_attention": _named(
         multi_head.CASES["multi_head_attention"], "packed_alone", "second"
     ),
@@ -42,6 +43,7 @@ _LIKE = {
     "ulysses_attention": dot_product.TRAITS["dot_product_attention"],
     "parallel.gated_delta_rule": linear_attention.TRAITS["gated_delta_rule"],
     "parallel.gated_linear_attention": linear_attention.TRAITS["gated_linear_attention"],
+    "parallel.dplr_linear_attention": linear_attention.TRAITS["dplr_linear_attention"],
     "tensor_parallel_multi_head_attention": multi_head.TRAITS["multi_head_attention"],
     "sharded_graph_attention": graph.TRAITS["graph_attention"],
     "sharded_multi_scale_deformable_attention": deformable.TRAITS["multi_scale_deformable_attention"],

@@ -61,11 +61,13 @@ class Order(NamedTuple):
 
     first: Any  # int32 [nodes], the first group of each node, if it is taken apart
     others: Any  # int32 [G], the groups that are left, in order; past the end: none
-    levels: Any  # a list of `Level`, by which they are summed, or else all groups; None where `jit` cut them
+    levels: (
+        Any  # a list of `SumLevel`, by which they are summed, or else all groups; None where `jit` cut them
+    )
 
 
 @exportable_tuple
-class Level(NamedTuple):
+class SumLevel(NamedTuple):
     """Rows that are sums of up to 16 rows, which lie together, of the level before; the last: one a node."""
 
     start: Any  # int32 [R + 1], where the rows of each begin; those of the next are behind them
@@ -355,20 +357,20 @@ def _order(xp: Any, first: Any, owner: Any, exact: bool, first_apart: bool) -> O
     return Order(leading, others, _levels(count, total - first_apart * nodes, exact))
 
 
-def _levels(count: np.ndarray, rows: int, exact: bool) -> list[Level]:
+def _levels(count: np.ndarray, rows: int, exact: bool) -> list[SumLevel]:
     """Finds by which levels the `rows` are summed, of which each node has a `count`."""
-    found: list[Level] = []
+    found: list[SumLevel] = []
     nodes, most = len(count), int(count.max()) if exact else rows
     while most:
         start = np.concatenate([[0], np.cumsum(count)])
         if most <= _TOGETHER:
-            return [*found, Level(start, np.arange(most))]
+            return [*found, SumLevel(start, np.arange(most))]
         parts = -(-count // _TOGETHER)
         owner, begin = np.repeat(np.arange(nodes), parts), np.cumsum(parts) - parts
         begin = start[owner] + (np.arange(len(owner)) - begin[owner]) * _TOGETHER
         rows = len(owner) if exact else nodes + rows // _TOGETHER
         begin = np.pad(begin, (0, rows + 1 - len(owner)), constant_values=start[-1])
-        found.append(Level(begin, np.arange(_TOGETHER)))
+        found.append(SumLevel(begin, np.arange(_TOGETHER)))
         count, most = parts, -(-most // _TOGETHER)
     return found
 

@@ -33,7 +33,7 @@ from jax_attn_bwd._core import fusion
 from jax_attn_bwd._core.remat import checkpoint
 from jax_attn_bwd._core.sharding import full_like_operands
 from jax_attn_bwd._core.split import join
-from jax_attn_bwd.ops.graph.groups import RUN, Groups, Level
+from jax_attn_bwd.ops.graph.groups import RUN, Groups, SumLevel
 
 _NONE = np.int32(2**31 - 1)  # a node past every end
 _BLOCK = 4  # rows that are summed in a fixed order, at each level
@@ -48,7 +48,7 @@ class Chunk:
     other: jax.Array  # [(W,) R]
     number: jax.Array  # [(W,) R], of the edge in the caller's order
     exists: jax.Array | None  # bool [W, R]; None for single edges, of which one past the end is none
-    levels: list[Level] | None = None  # by which rows of groups are summed for their nodes, if it is known
+    levels: list[SumLevel] | None = None  # by which rows of groups are summed for their nodes, if it is known
     # whether a scatter adds one row after the other, and an index past the end finds the last row of a table
     in_order: bool = field(default=False, metadata={"static": True})
 
@@ -137,7 +137,7 @@ def add(x: jax.Array, chunk: Chunk, rows: jax.Array) -> jax.Array:
 
 
 def _by_levels(
-    rows: jax.Array, levels: Sequence[Level], fill: float, joined: Callable[[jax.Array], jax.Array]
+    rows: jax.Array, levels: Sequence[SumLevel], fill: float, joined: Callable[[jax.Array], jax.Array]
 ) -> jax.Array:
     """Joins the rows of each node, by `joined` of `[R, K, ...]`; `fill` where there are fewer than K."""
     for start, steps in levels:

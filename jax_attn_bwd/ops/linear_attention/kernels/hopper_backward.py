@@ -59,7 +59,7 @@ from jax_attn_bwd.ops.linear_attention.spec import Options, Residuals
 _STAGES = 2
 
 
-class Cotangents(NamedTuple):
+class ChunkCotangents(NamedTuple):
     """What the gradients of a chunk are made of beside the tokens, in their dtype."""
 
     dout: Any  # [B, T, N, Hv]
@@ -97,7 +97,7 @@ def _backward(plan, interpret, residuals, dout, dfinal):
     planes = tiles.planes(options, interpret, given, "planes_again")
     dvalue, dstates, dfirst, *corrections = _reverse(options, interpret, given, planes, dout, dfinal)
     states, *u = _again(plan, interpret, given, planes, saved)
-    cotangents = Cotangents(dout, *(corrections or [None]), *(u or [given.value]), states, dstates)
+    cotangents = ChunkCotangents(dout, *(corrections or [None]), *(u or [given.value]), states, dstates)
     lines, dquery, dkey = _gradients(options, interpret, given, cotangents)
 
     # of all value heads of a key head, without padding, in the shapes of the call
@@ -285,7 +285,7 @@ def _again_kernel(
 
 
 def _gradients(
-    options: Options, interpret: bool, given: Inputs, cotangents: Cotangents
+    options: Options, interpret: bool, given: Inputs, cotangents: ChunkCotangents
 ) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array]]:
     """Computes dg, and db of a delta rule, `[B, N, T]`, and dq and dk of each value head, `[B, T, N, H]`.
 
@@ -295,7 +295,7 @@ def _gradients(
     rows, wide, state = tile((CHUNK, Hv), dtype), tile((CHUNK, H), dtype), tile((Hv, H), dtype)
     plane, of_tokens = tile((CHUNK, CHUNK), dtype), plgpu.SMEM((NUMBERS, CHUNK), jnp.float32)
     is_delta = options.is_delta
-    cotangent_tiles = Cotangents(rows, rows if is_delta else None, rows, state, state)
+    cotangent_tiles = ChunkCotangents(rows, rows if is_delta else None, rows, state, state)
     scratch = dict(
         query=wide,
         key=wide,
@@ -324,7 +324,7 @@ def _gradients(
 
 
 def _gradients_kernel(
-    options: Options, given: Inputs, cotangents: Cotangents, line_refs, dquery_refs, dkey_refs,
+    options: Options, given: Inputs, cotangents: ChunkCotangents, line_refs, dquery_refs, dkey_refs,
     query, key, given_tiles, of_rows, of_columns, planes, out_tile, line_tile, loaded, value=None, spare=None,
 ):  # fmt: skip
     """Computes the gradients of one chunk of one value head."""

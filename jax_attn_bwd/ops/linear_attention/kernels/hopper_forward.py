@@ -119,7 +119,7 @@ def _kernel(
         plgpu.wait_smem_to_gmem(0)
 
 
-def corrected(chunk: tiles.Chunk, state: jax.Array, spare: Any) -> jax.Array:
+def corrected(chunk: tiles.ChunkArrays, state: jax.Array, spare: Any) -> jax.Array:
     """Returns U^T `[SIZE, CHUNK]` of the transposed state before a chunk, by (5)."""
     value = tiles.load_transposed(chunk.value)
     if chunk.solved is None:
@@ -130,7 +130,7 @@ def corrected(chunk: tiles.Chunk, state: jax.Array, spare: Any) -> jax.Array:
     return product(rest, chunk.solved.T, spare)
 
 
-def passed(chunk: tiles.Chunk, state: jax.Array, u: jax.Array, spare: Any) -> jax.Array:
+def passed(chunk: tiles.ChunkArrays, state: jax.Array, u: jax.Array, spare: Any) -> jax.Array:
     """Returns the transposed state behind a chunk, by (6)."""
     numbers = chunk.numbers(COLUMNS)
     return product(u * along_columns(numbers.at_end), chunk.key, spare, state * numbers.whole)

@@ -246,7 +246,7 @@ def _exact_product(x: jax.Array, b: Sequence[Any], spare: Any) -> jax.Array:
 # ---- copies of what a program walks over
 
 
-class Chunk(NamedTuple):
+class ChunkArrays(NamedTuple):
     """What is read of a chunk, in shared memory: tokens, their numbers, and planes."""
 
     query: Any  # [CHUNK, H]
@@ -272,17 +272,17 @@ def rings(stages: int, given: Inputs, planes: int) -> dict[str, Any]:
     keys, plane = tile((stages, CHUNK, H), dtype), tile((stages, CHUNK, CHUNK), dtype)
     of_numbers = plgpu.SMEM((stages, NUMBERS, CHUNK), jnp.float32)
     return dict(
-        rings=Chunk(keys, keys, tile((stages, CHUNK, SIZE), dtype), of_numbers, *[plane] * planes),
+        rings=ChunkArrays(keys, keys, tile((stages, CHUNK, SIZE), dtype), of_numbers, *[plane] * planes),
         loaded=plgpu.Barrier(num_arrivals=4 + planes, num_barriers=stages),
         free=plgpu.Barrier(num_barriers=stages),
     )
 
 
-def sources(given: Inputs, planes: Sequence[Any], b: Any, n: Any, columns: Any, t: Any) -> Chunk:
+def sources(given: Inputs, planes: Sequence[Any], b: Any, n: Any, columns: Any, t: Any) -> ChunkArrays:
     """Returns where a chunk stands in global memory."""
     head = lax.div(n, jnp.int32(given.value.shape[2] // given.key.shape[2]))
     rows = tokens(t)
-    return Chunk(
+    return ChunkArrays(
         given.query.at[b, rows, head],
         given.key.at[b, rows, head],
         given.value.at[b, rows, n, columns],
@@ -291,12 +291,12 @@ def sources(given: Inputs, planes: Sequence[Any], b: Any, n: Any, columns: Any, 
     )
 
 
-def stream(count: Any, stages: int, of_chunk: Any, rings: Chunk, loaded: Any, free: Any) -> None:
+def stream(count: Any, stages: int, of_chunk: Any, rings: ChunkArrays, loaded: Any, free: Any) -> None:
     """Loads the chunks `of_chunk(step)` into the rings."""
     present = lambda chunk: [x for x in chunk if x is not None]
     mosaic_gpu.stream(count, stages, [(lambda t: present(of_chunk(t)), present(rings), loaded, free)])
 
 
-def at_slot(rings: Chunk, slot: Any) -> Chunk:
+def at_slot(rings: ChunkArrays, slot: Any) -> ChunkArrays:
     """Returns the chunk at a place of the rings."""
-    return Chunk(*(None if ring is None else ring.at[slot] for ring in rings))
+    return ChunkArrays(*(None if ring is None else ring.at[slot] for ring in rings))

@@ -222,7 +222,7 @@ class _OfHead(NamedTuple):
     keys: _OfKeys
 
 
-class _Pairs(NamedTuple):
+class _PairCotangents(NamedTuple):
     """The cotangents of the planes of a chunk, `[C, C]`, and what goes through the states, `[C, H]`."""
 
     reads: jax.Array  # dP, all of it
@@ -266,7 +266,7 @@ def _of_head(
         doverlaps = beta * da
         reader = of(dv, before, (1, 1)) * -within.from_start
     passed = within.whole * (before * dafter).sum(1, keepdims=True)
-    pairs = _Pairs(dreads, doverlaps, query, read, reader, passed)
+    pairs = _PairCotangents(dreads, doverlaps, query, read, reader, passed)
     yield
     column = {}
     if is_delta and "beta" in wanted:
@@ -299,7 +299,7 @@ def _rows(columns: dict[str, jax.Array], across: jax.Array | None = None) -> jax
 
 
 def _of_shared_decays(
-    chunks: Chunks, within: ChunkOfHead, keys: KeyHead, pairs: _Pairs, column: dict[str, jax.Array]
+    chunks: Chunks, within: ChunkOfHead, keys: KeyHead, pairs: _PairCotangents, column: dict[str, jax.Array]
 ) -> jax.Array:
     """Puts the sums of (18) for single tokens in `column`; returns those over pairs, `[1, C]`."""
     query, key = keys.units
@@ -315,14 +315,14 @@ def _of_shared_decays(
 
 
 def _through_channels(
-    chunks: Chunks, wanted: Collection[str], within: ChunkOfHead, keys: KeyHead, pairs: _Pairs,
+    chunks: Chunks, wanted: Collection[str], within: ChunkOfHead, keys: KeyHead, pairs: _PairCotangents,
     dout: jax.Array, u: jax.Array,
 ) -> Stages[tuple[_OfKeys, Any]]:  # fmt: skip
     """Computes (12) to (14) and (18) where channels have decays of their own."""
     (query, key), channels = keys.units, within.channels
     assert channels is not None
     sums: list[Any] = [0.0] * len(channels.factors) if "log_decay" in wanted else []
-    of_query, of_key = chunk.Moved(query, sums), chunk.Moved(key, sums)
+    of_query, of_key = chunk.MovedByDecays(query, sums), chunk.MovedByDecays(key, sums)
     dq = pairs.query + (yield from channels.earlier(chunks, pairs.reads, key, of_query))
     dk = pairs.read + (yield from channels.later(chunks, pairs.reads, query, of_key))
     if pairs.overlaps is not None:

@@ -133,7 +133,9 @@ class Channels(NamedTuple):
             yield
         return plane
 
-    def earlier(self, chunks: Chunks, plane: jax.Array, x: jax.Array, of: "Moved") -> Stages[jax.Array]:
+    def earlier(
+        self, chunks: Chunks, plane: jax.Array, x: jax.Array, of: "MovedByDecays"
+    ) -> Stages[jax.Array]:
         """Returns the sums of plane_ij exp(c_i - c_j) x_j over j < i, `[C, H]`, and adds them to `of`."""
         total = jnp.zeros(x.shape, jnp.float32)
         for n, (size, factor) in enumerate(self.factors):
@@ -147,7 +149,7 @@ class Channels(NamedTuple):
             yield
         return total
 
-    def later(self, chunks: Chunks, plane: jax.Array, x: jax.Array, of: "Moved") -> Stages[jax.Array]:
+    def later(self, chunks: Chunks, plane: jax.Array, x: jax.Array, of: "MovedByDecays") -> Stages[jax.Array]:
         """Returns the sums of plane_ij exp(c_i - c_j) x_i over i > j, `[C, H]`, and adds them to `of`."""
         total = jnp.zeros(x.shape, jnp.float32)
         for n, (size, factor) in enumerate(self.factors):
@@ -170,7 +172,7 @@ class Channels(NamedTuple):
         return total
 
 
-class Moved(NamedTuple):
+class MovedByDecays(NamedTuple):
     """Adds up what moves with the logarithms of decays, by halving: rows times the sums that they get."""
 
     rows: jax.Array  # [C, H]
