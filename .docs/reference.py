@@ -185,7 +185,8 @@ def kernels(name: str, pages: Path) -> str:
     row = next(line for line in lines if line.startswith("|") and f"`{name}`" in line.split("|")[1])
     cells = zip(titles, row.split("|")[2:-1], strict=True)
     return "\n".join(
-        f"* **{title.strip()}**: {cell.strip().replace('- ', 'nothing')}" for title, cell in cells
+        f"* **{title.strip()}**: {'nothing' if cell.strip() == '-' else cell.strip()}"
+        for title, cell in cells
     )
 
 

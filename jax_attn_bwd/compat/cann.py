@@ -20,9 +20,9 @@ integer pixel the derivative by the location is the right-hand one, under `jax.j
 
 Not kept: its limits (channels a multiple of 8 and at most 256, channels + num_points + num_levels <= 512,
 32 <= num_queries < 500000, num_levels < 10, bs <= 32), one dtype for all arguments (float32 locations
-for a bfloat16 value lose nothing), and sums of `grad_value` in an order of the moment (here every run
-gives the same bits). `spatial_shape` and `level_start_index`, arrays on the device there, must be known
-at trace time here. A NaN or infinite location, of which the source says nothing, is skipped.
+for a bfloat16 value lose nothing), and sums of `grad_value` in an order of the moment (here on GPUs alone;
+elsewhere every run gives the same bits). `spatial_shape` and `level_start_index`, arrays on the device there,
+must be known at trace time here. A NaN or infinite location, of which the source says nothing, is skipped.
 
 Left out of all four, for it has no meaning in JAX: the two phases of a call (`...GetWorkspaceSize`, then the
 call), `workspace`, `workspaceSize`, `executor`, `stream`, and the status code: results are returned, errors

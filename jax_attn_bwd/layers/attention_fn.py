@@ -335,8 +335,7 @@ def configured_attention_fn(
 
         Flax NNX         layer(x, is_causal=True), or attention_fn=configured_attention_fn(is_causal=True)
         Flax linen       attention_fn=configured_attention_fn(is_causal=True)
-        our linen layer  MultiHeadAttention(..., is_causal=True), in place of an attention_fn
-        Haiku, Equinox   is_causal=True of the layers in jax_attn_bwd.layers
+        our layers       is_causal=True at construction or in the call: Flax, Haiku, Equinox
         Keras            layer(x, x, use_causal_mask=True)
         all of them      mask=, with T x T booleans
 

@@ -36,8 +36,9 @@ Layers are built from the arguments of their framework's, and `Keywords`:
   * `implementation`: that of `jax_attn_bwd.dot_product_attention`;
   * `forward_mode` (False): also differentiable by `jax.jvp`, `jax.jacfwd` and `jax.linearize`, by a written
     rule; an `attention_fn` of the caller's is asked itself: `configured_attention_fn(forward_mode=True)`;
-  * `is_causal` (False; in NNX, and in Keras as `use_causal_mask`, told at the call): a query sees keys up to
-    its own index; no mask is formed;
+  * `is_causal` (False): a query sees keys up to its own index; no mask is formed. A call may tell it, too;
+    False in the call of a layer that was made causal is an error. Keras' layer is told at the call alone, by
+    `use_causal_mask`;
   * `save` ("inputs"): what the backward keeps beside the inputs, "inputs" (nothing), "qkv" or "probs", as in
     `jax_attn_bwd.multi_head_attention`, where that runs.
 

@@ -12,9 +12,9 @@ A new operator is such a folder. `check` and the contract find it by its `cases`
 
 Dense attention has more ideas: `mask` who sees whom, `visibility` how that is read, `mod_functions` masks and
 scores as functions; `plan` the ways of computing, of which `portable` has a file each: the `plane` at once,
-`tiles`, and `strips` for GPUs; `clean_operands` what all of them read; `block` the chain from products to
-probabilities, `online_softmax` the sums over tiles, `row_terms` lse and delta; `devices` queries that lie on
-several devices; `blockwise` the door for layers and rings.
+`tiles`, and for GPUs `planes` in turn and `strips`; `clean_operands` what all of them read; `block` the chain
+from products to probabilities, `online_softmax` the sums over tiles, `row_terms` lse and delta; `devices`
+queries that lie on several devices; `blockwise` the door for layers and rings.
 
 Graph attention is three operators that share their rules; `kinds` holds what they differ in, `structure`,
 `groups` and `loops` the graph, `edge_ops` the sums over edges.

@@ -87,7 +87,8 @@ def dot_product_attention(
 
     A query t sees a key s if every given condition holds: `mask` and `mask_mod` are True, `bias` is not -inf,
     t and s lie within the sequence lengths, their segment ids are equal, s is not after t (`is_causal`) and
-    within the window. Tiles in which nothing is seen are skipped, in the forward and in the backward.
+    within the window. Tiles in which nothing is seen are skipped, in the forward and in the backward, but
+    where a whole plane is faster.
 
     Over several devices batch and heads may be sharded, and nothing is exchanged but the gradients of what
     they share. Sequences may be sharded, too; the page "Sharding" tells what that costs on Explicit and on

@@ -1,7 +1,7 @@
 """`Plan`: how a call is computed, decided once in the public function and used by all rules.
 
-Part of it is the `Schedule` of the portable path: the plane at once, tiles or strips, and how many batch
-entries are taken at a time.
+Part of it is the `Schedule` of the portable path: the plane at once, planes in turn, tiles or strips, and how
+many batch entries are taken at a time.
 """
 
 import math

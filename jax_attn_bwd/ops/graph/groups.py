@@ -5,8 +5,9 @@ only one row a group is scattered. A hub is many groups, a node without edges is
 destinations hold the edges that come in, groups of the sources those that go out.
 
 `arrays_of_known` builds them with NumPy; `arrays_of_traced` builds the same with JAX, so that the edges
-may be traced, and sorts the edges twice. Off CPUs a graph carries its schedules, too: what passes and kernels
-would otherwise compute of it again in every call, where each step of that is a launch.
+may be traced, and sorts the edges twice. Off CPUs the groups carry their order, too, and on a GPU a graph
+carries its schedules: what passes and kernels would otherwise compute of it again in every call, where each
+step of that is a launch.
 """
 
 from collections.abc import Sequence

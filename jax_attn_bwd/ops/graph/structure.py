@@ -40,7 +40,7 @@ class BipartiteCSC:
       map_csc_to_coo: int32 `[capacity]`, the number of each of these edges in the caller's order.
       by_destination, by_source: the same edges in groups; off CPUs with the order in which they are summed.
       run_owners: int32, the destination of each run of edges that is summed apart; None if all are short.
-      schedules: what kernels need of the graph alone, made once; None if it was built for a CPU.
+      schedules: what kernels need of the graph alone, made once; None unless it was built for a GPU.
       num_src, num_dst: node counts.
       exact: whether every place of the groups holds an edge.
       aligned: whether destination i is source i, as self-loops and `dst=None` of an operator have it; not in

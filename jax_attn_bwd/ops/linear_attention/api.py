@@ -108,9 +108,10 @@ def gated_delta_rule(
       return_final_state: return `(out, final_state)`.
       precision: how matrix products are taken; None follows `jax_default_matmul_precision`.
       forward_mode: also differentiable by `jax.jvp`, `jax.jacfwd` and `jax.linearize`, by a written rule.
-      implementation: None, "xla", "mosaic_tpu", or "mosaic_gpu": kernels for Hopper GPUs, of narrow floats,
-        of up to 128 channels, and of decays that all channels of a head share. No chip has run either kernel,
-        so both run by name alone.
+      implementation: "xla", portable code; "mosaic_tpu", kernels for TPUs, of bfloat16 and float32, of keys
+        and values of up to 256 channels; "mosaic_gpu", kernels for Hopper GPUs, of bfloat16 and float16, of
+        up to 128 channels, and of decays that all channels of a head share. No chip has run these kernels:
+        None picks them only where `python -m jax_attn_bwd.check --enable` has proven them, else "xla".
 
     Returns:
       out: `[..., T, N, Hv]`, dtype of `query`. States and sums are float32 (float64 for float64).
@@ -293,9 +294,10 @@ def dplr_linear_attention(
       erase_key, erase_query: `[..., T, K, H]` or `[..., T, N, H]`, dtype of `query`: where something is taken
         away, and where it is read for that, behind the decay. With `erase_query^T erase_key` outside [0, 2]
         the state may diverge, as by the definition.
-      initial_state, scale, seq_lengths, segment_ids, return_final_state, precision, forward_mode,
-        implementation: as in `gated_delta_rule`.
+      initial_state, scale, seq_lengths, segment_ids, return_final_state, precision, forward_mode: as in
+        `gated_delta_rule`.
       l2_norm_epsilon: as in `gated_delta_rule`, of `query` and `key`; what erases is taken as it is.
+      implementation: None or "xla"; it has no kernels.
 
     Returns:
       out: `[..., T, N, Hv]`, dtype of `query`; with `return_final_state` also final_state `[..., N, H, Hv]`.

@@ -47,7 +47,7 @@ MERGED_STACKS = Rule(
 ONE_PRODUCT = Rule(
     "linear_one_product",
     "GPU, a delta rule or erase keys",
-    "A step of 4,096 tokens launches 378 kernels for 835: what no state is needed for is multiplied out.",
+    "A step of 4,096 tokens launches 378 kernels, not 835: what needs no state is multiplied out before.",
 )
 RULES = (HALVINGS_AT_ONCE, ONE_PRODUCT, CACHED_GROUPS, MERGED_STACKS)
 

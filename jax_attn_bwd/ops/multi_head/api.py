@@ -185,9 +185,9 @@ def multi_head_attention(
       Every field of `params`, query, key, value, bias and the floats in mod_args: exact, in the dtype and
       shape of the argument. Only what is differentiated is computed. `out` and `weights` are differentiable,
       to second order and beyond: reverse over reverse, forward over reverse, `jax.hessian`; `jax.jvp` of the
-      function itself by `forward_mode`. Nothing of size
-      T x S is formed, except for `return_weights` and `save="probs"`. The heads' output and its lse carry the
-      checkpoint names "attention_out" and "attention_lse".
+      function itself by `forward_mode`. Nothing of size T x S is kept, except for `return_weights` and
+      `save="probs"`. The heads' output and its lse carry the checkpoint names "attention_out" and
+      "attention_lse".
       NaN in rows of query, key and value that see nothing, or that nothing sees, reaches no gradient and no
       other row's output.
 
