@@ -9,7 +9,7 @@ import difflib
 import inspect
 from collections.abc import Callable, Collection
 from functools import cache, wraps
-from typing import Any, Self, TypeVar, cast, get_args
+from typing import Any, Self, TypeVar, cast, get_args, is_typeddict
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -321,8 +321,8 @@ def names_of(function: Callable[..., Any]) -> frozenset[str]:
     names: set[str] = set()
     for p in inspect.signature(function).parameters.values():
         if p.kind is p.VAR_KEYWORD:
-            listed = get_args(p.annotation)  # of **options: Unpack[Keywords]
-            if not listed:
+            listed = get_args(p.annotation)[:1]  # of **options: Unpack[Keywords]
+            if not (listed and is_typeddict(listed[0])):
                 return frozenset()
             names |= listed[0].__required_keys__ | listed[0].__optional_keys__
         elif p.kind is not p.VAR_POSITIONAL:

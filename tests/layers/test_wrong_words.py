@@ -176,3 +176,23 @@ def test_causality_at_construction_and_in_the_call(call):
     assert (call(False, False) == call(False, None)).all()
     with pytest.raises(ValueError, match="is_causal must agree with the layer's own, True, got False"):
         call(True, False)
+
+
+def test_causality_in_the_call_is_checked_with_a_cache():
+    hk = pytest.importorskip("haiku")
+
+    def call(called):
+        layer = layers.haiku.MultiHeadAttention(4, 4, w_init=drawn, is_causal=True, cache_length=8)
+        return layer(INPUTS, INPUTS, INPUTS, is_causal=called)
+
+    for called, error in ((False, ValueError), ("no", TypeError)):
+        with pytest.raises(error, match="MultiHeadAttention: is_causal must"):
+            hk.transform_with_state(call).init(KEY, called)
+
+
+def test_a_layer_derived_from_ours_may_annotate_its_options():
+    class Derived(layers.equinox.MultiheadAttention):
+        def __init__(self, *sizes: int, **options: float | jax.Array):
+            super().__init__(*sizes, **options)
+
+    assert Derived(4, 16, dropout_p=0.5, key=KEY).dropout.p == 0.5
