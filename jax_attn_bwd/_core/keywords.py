@@ -286,7 +286,7 @@ def unexpected(call: str, name: str, names: Collection[str], others: Collection[
     `names` are those that it takes, `others` those of the other of a layer's two, constructor and call.
     """
     place = "at construction" if call.endswith(("__call__", ".call")) else "in the call"
-    close = difflib.get_close_matches(name, list(names), 1)
+    close = difflib.get_close_matches(name, [n for n in names if n not in ("self", "cls")], 1)
     if answer := remedy(name, names):
         answer = f"; {answer}"
     elif name in others:

@@ -196,3 +196,8 @@ def test_a_layer_derived_from_ours_may_annotate_its_options():
             super().__init__(*sizes, **options)
 
     assert Derived(4, 16, dropout_p=0.5, key=KEY).dropout.p == 0.5
+
+
+def test_no_word_is_answered_with_self():
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'self_attn'$"):
+        nnx_layer(self_attn=True)
