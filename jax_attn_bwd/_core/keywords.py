@@ -119,12 +119,14 @@ _WORDS: dict[tuple[str, ...], tuple[tuple[str, str], ...]] = {
         ("inference", "write key={word}"),
     ),
     ("training", "train", "is_training"): (
+        ("spatial_shapes", f"{_LEFT_OUT} nothing is dropped"),
         ("deterministic_sums", "dropout is told by dropout_rate, 0.0 where nothing is dropped"),
         ("inference", "write inference=not {word}"),
         ("deterministic", "write deterministic=not {word}"),
         ("dropout_rate", "write dropout_rate=0.0 where nothing is dropped"),
     ),
     ("dtype", "module", "force_fp32_for_softmax", "promote_dtype"): (
+        ("dropout_mask", f"{_LEFT_OUT} results have the dtype of the nodes"),
         ("dropout_key", f"{_LEFT_OUT} results have the dtype of the query; {_FLAX}"),
     ),
     # what is returned

@@ -71,6 +71,8 @@ def test_every_answer_names_an_argument():
         (jab.gated_delta_rule, "attention_mask", "seq_lengths=attention_mask.sum(-1)"),
         (jab.graph_attention, "edge_index", "BipartiteCSC.from_edge_index(edge_index"),
         (jab.graph_attention_bwd, "negative_slope", "write alpha=negative_slope"),
+        (jab.graph_attention, "dtype", "results have the dtype of the nodes"),
+        (jab.multi_scale_deformable_attention, "training", "nothing is dropped"),
         (jab.scaled_masked_softmax, "dim", "write axis=dim"),
         (jab.multi_head_attention, "need_weights", "write return_weights=need_weights"),
         (jab.multi_head_attention, "is_casual", "Did you mean 'is_causal'?"),
