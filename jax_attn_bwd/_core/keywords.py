@@ -9,7 +9,7 @@ import difflib
 import inspect
 from collections.abc import Callable, Collection
 from functools import cache, wraps
-from typing import Any, Self, TypeVar, cast, get_args
+from typing import Any, Self, TypeVar, cast, get_args, is_typeddict
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -119,12 +119,14 @@ _WORDS: dict[tuple[str, ...], tuple[tuple[str, str], ...]] = {
         ("inference", "write key={word}"),
     ),
     ("training", "train", "is_training"): (
+        ("spatial_shapes", f"{_LEFT_OUT} nothing is dropped"),
         ("deterministic_sums", "dropout is told by dropout_rate, 0.0 where nothing is dropped"),
         ("inference", "write inference=not {word}"),
         ("deterministic", "write deterministic=not {word}"),
         ("dropout_rate", "write dropout_rate=0.0 where nothing is dropped"),
     ),
     ("dtype", "module", "force_fp32_for_softmax", "promote_dtype"): (
+        ("dropout_mask", f"{_LEFT_OUT} results have the dtype of the nodes"),
         ("dropout_key", f"{_LEFT_OUT} results have the dtype of the query; {_FLAX}"),
     ),
     # what is returned
@@ -286,7 +288,7 @@ def unexpected(call: str, name: str, names: Collection[str], others: Collection[
     `names` are those that it takes, `others` those of the other of a layer's two, constructor and call.
     """
     place = "at construction" if call.endswith(("__call__", ".call")) else "in the call"
-    close = difflib.get_close_matches(name, list(names), 1)
+    close = difflib.get_close_matches(name, [n for n in names if n not in ("self", "cls")], 1)
     if answer := remedy(name, names):
         answer = f"; {answer}"
     elif name in others:
@@ -321,8 +323,8 @@ def names_of(function: Callable[..., Any]) -> frozenset[str]:
     names: set[str] = set()
     for p in inspect.signature(function).parameters.values():
         if p.kind is p.VAR_KEYWORD:
-            listed = get_args(p.annotation)  # of **options: Unpack[Keywords]
-            if not listed:
+            listed = get_args(p.annotation)[:1]  # of **options: Unpack[Keywords]
+            if not (listed and is_typeddict(listed[0])):
                 return frozenset()
             names |= listed[0].__required_keys__ | listed[0].__optional_keys__
         elif p.kind is not p.VAR_POSITIONAL:

@@ -393,8 +393,12 @@ def configured_attention_fn(
     return _Configured(attention_fn, given)
 
 
+class AttentionFn:
+    """Marks an attention function that is an object of this package."""
+
+
 @dataclass(frozen=True, eq=False)
-class _Configured:
+class _Configured(AttentionFn):
     """Calls an attention function with options of its own; layers hold it as a static attribute."""
 
     attention_fn: Callable[..., jax.Array]
@@ -444,5 +448,5 @@ def _is_same(passed: Any, configured: Any) -> bool:
 
 
 def is_ours(attention: Any) -> bool:
-    """Tells whether a function is `attention_fn`, or a configured one."""
-    return attention is attention_fn or isinstance(attention, _Configured)
+    """Tells whether a function is `attention_fn`, a configured one, or one over a mesh."""
+    return attention is attention_fn or isinstance(attention, AttentionFn)

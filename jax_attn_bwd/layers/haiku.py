@@ -132,6 +132,7 @@ class MultiHeadAttention(keywords.ChecksNames, hk.MultiHeadAttention):
         tokens = multi_head.complete("MultiHeadAttention.__call__", multi_head.Tokens, tokens)
         numbers, mask = mask, multi_head.flax_mask(_NAME, mask, "pass them as bias=")
         dropout_rate = checks.rate(_NAME, "dropout_rate", dropout_rate)
+        causal = multi_head.is_causal(_NAME, self._without_cache["is_causal"], is_causal)
         # Haiku's linear layers hold all heads side by side: their parameters are reshaped.
         N, H, Hv = self.num_heads, self.key_size, self.value_size
         sizes = {"query": (query, H), "key": (key, H), "value": (value, Hv)}
@@ -151,8 +152,8 @@ class MultiHeadAttention(keywords.ChecksNames, hk.MultiHeadAttention):
             out = self._decoded(params, query, key, value, mask, bias, tokens)
             return multi_head.nan_if_additive(out, numbers)
         given: dict[str, Any] = {**tokens, **self._options, **self._without_cache}
-        given["is_causal"] = multi_head.is_causal(_NAME, given["is_causal"], is_causal)
         given |= dict(mask=mask, bias=bias, dropout_rate=dropout_rate, broadcast_dropout=broadcast_dropout)
+        given["is_causal"] = causal
         dropout_key = hk.next_rng_key() if dropout_rate else None
         out = multi_head.attend(params, (query, key, value), dropout_key=dropout_key, **given)
         return multi_head.nan_if_additive(out, numbers)

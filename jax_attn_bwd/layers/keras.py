@@ -187,7 +187,6 @@ class GroupedQueryAttention(_Layer, keras.layers.GroupQueryAttention):
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
-        _check_names(self, kwargs)
         super().__init__(*args, **kwargs)
         if not self._is_overridden():
             self.num_repeats = 1

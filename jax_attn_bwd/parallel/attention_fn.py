@@ -112,7 +112,7 @@ class _Axes:
 
 
 @dataclass(frozen=True)
-class _Sharded:
+class _Sharded(layers.AttentionFn):
     """`jax_attn_bwd.attention_fn` over a mesh; layers hold it, so its identity is its value."""
 
     mesh: Any

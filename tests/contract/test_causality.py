@@ -38,6 +38,10 @@ def delta(**arrays):
     return jab.gated_delta_rule(**arrays, **NORM)
 
 
+def erasing(erase_key, erase_query, **arrays):
+    return jab.dplr_linear_attention(**arrays, erase_key=erase_key / 4, erase_query=erase_query / 4)
+
+
 # name: the call, and the shapes of its arrays; tokens are their second axis
 CAUSAL = {
     "softmax": (softmax, {"x": (B, T, T)}),
@@ -46,6 +50,7 @@ CAUSAL = {
     "layer": (layer, {"query": (B, T, H)}),
     "delta rule": (delta, tokens("query", "key", "value", log_decay=(B, T, N), beta=(B, T, N))),
     "delta rule, channels": (delta, tokens("query", "key", "value", "log_decay", beta=(B, T, N))),
+    "erasing, channels": (erasing, tokens("query", "key", "value", "log_decay", "erase_key", "erase_query")),
     "linear": (jab.gated_linear_attention, tokens("query", "key", "value", log_decay=(B, T, N))),
     "linear, channels": (jab.gated_linear_attention, tokens("query", "key", "value", "log_decay")),
 }
@@ -68,9 +73,10 @@ def assert_same_bits(found, expected, where):
         np.testing.assert_array_equal(found[name][where], x[where], err_msg=name)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=thorough if n in ("attention in tiles", "layer") else ()) for n in CAUSAL]
-)
+LONG = "attention in tiles", "layer", "erasing, channels"
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=thorough if n in LONG else ()) for n in CAUSAL])
 def test_what_follows_and_who_is_beside_moves_no_bit(name, one_device):
     call, shapes = CAUSAL[name]
     length = next(iter(shapes.values()))[1]

@@ -142,6 +142,12 @@ def test_what_may_attend_otherwise_is_refused_by_its_path():
     theirs = nnx.MultiHeadAttention(2, 8, attention_fn=lambda *args, **options: args[0], **options)
     with pytest.raises(TypeError, match=r"model\.layers\.1 must have .* attention_fn, .* got <f"):
         layers.flax_nnx.replace_attention(nnx.Sequential(nnx.relu, theirs))
+
+
+def test_what_attends_by_ours_keeps_its_attention_fn():
     causal = jab.configured_attention_fn(is_causal=True)
-    ours = nnx.MultiHeadAttention(2, 16, attention_fn=causal, param_dtype=X.dtype, **options)
-    assert_close(layers.flax_nnx.replace_attention(ours)(X), ours(X), 1e-12)
+    over_mesh = jab.parallel.attention_fn(jax.sharding.Mesh(jax.devices()[:1], ("sequence",)))
+    for attend in (causal, over_mesh):
+        kinds = dict(attention_fn=attend, param_dtype=X.dtype, decode=False, rngs=nnx.Rngs(0))
+        ours = nnx.MultiHeadAttention(2, 16, **kinds)
+        assert_close(layers.flax_nnx.replace_attention(ours)(X), ours(X), 1e-12)

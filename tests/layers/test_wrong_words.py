@@ -71,6 +71,8 @@ def test_every_answer_names_an_argument():
         (jab.gated_delta_rule, "attention_mask", "seq_lengths=attention_mask.sum(-1)"),
         (jab.graph_attention, "edge_index", "BipartiteCSC.from_edge_index(edge_index"),
         (jab.graph_attention_bwd, "negative_slope", "write alpha=negative_slope"),
+        (jab.graph_attention, "dtype", "results have the dtype of the nodes"),
+        (jab.multi_scale_deformable_attention, "training", "nothing is dropped"),
         (jab.scaled_masked_softmax, "dim", "write axis=dim"),
         (jab.multi_head_attention, "need_weights", "write return_weights=need_weights"),
         (jab.multi_head_attention, "is_casual", "Did you mean 'is_causal'?"),
@@ -176,3 +178,28 @@ def test_causality_at_construction_and_in_the_call(call):
     assert (call(False, False) == call(False, None)).all()
     with pytest.raises(ValueError, match="is_causal must agree with the layer's own, True, got False"):
         call(True, False)
+
+
+def test_causality_in_the_call_is_checked_with_a_cache():
+    hk = pytest.importorskip("haiku")
+
+    def call(called):
+        layer = layers.haiku.MultiHeadAttention(4, 4, w_init=drawn, is_causal=True, cache_length=8)
+        return layer(INPUTS, INPUTS, INPUTS, is_causal=called)
+
+    for called, error in ((False, ValueError), ("no", TypeError)):
+        with pytest.raises(error, match="MultiHeadAttention: is_causal must"):
+            hk.transform_with_state(call).init(KEY, called)
+
+
+def test_a_layer_derived_from_ours_may_annotate_its_options():
+    class Derived(layers.equinox.MultiheadAttention):
+        def __init__(self, *sizes: int, **options: float | jax.Array):
+            super().__init__(*sizes, **options)
+
+    assert Derived(4, 16, dropout_p=0.5, key=KEY).dropout.p == 0.5
+
+
+def test_no_word_is_answered_with_self():
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'self_attn'$"):
+        nnx_layer(self_attn=True)

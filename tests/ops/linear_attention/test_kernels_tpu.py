@@ -149,3 +149,13 @@ def test_narrow_products_err_no_more_than_twice_what_the_portable_path_does():
         found = {name: check.measure(DELTA, name, of, "bfloat16") for name in (NAME, "xla")}
     for kernel, portable in zip(*found.values(), strict=True):
         assert kernel.error <= 2 * portable.error + 2e-5, kernel
+
+
+@thorough
+@pytest.mark.kernel
+def test_a_scale_of_0_leaves_normalized_queries_a_gradient_of_0():
+    q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 8, 1, 64), "float32")
+    options = dict(scale=0.0, **NORM, implementation=NAME)
+    with jax.enable_x64(False), pallas.interpreting(NAME):
+        found = jax.grad(lambda q: gated_linear_attention(q, k, v, **options).sum())(q)
+    assert (found == 0).all()

@@ -371,7 +371,7 @@ def _of_keys(
 
 def _through_norm(chunks: Chunks, x: jax.Array, norm: Any, d: jax.Array, scale: float = 1.0) -> jax.Array:
     """Returns the gradient of rows `x` from that of `norm` times them, of length `scale` where normalized."""
-    if chunks.options.l2_norm_epsilon is not None:
+    if chunks.options.l2_norm_epsilon is not None and scale != 0:
         normed = (norm / scale) * chunk.wide(x)
         d = d - normed * (normed * d).sum(1, keepdims=True)
     return norm * d
