@@ -5,11 +5,14 @@
 # Seen with jax 0.12.0.1: no. The first is a ValueError, "too many values to unpack (expected 0)": the check of a gather makes
 # constants, and the rule of checkify for jax.checkpoint refuses a body with constants. The rule for jax.jit takes them, so a
 # jit inside of the checkpoint helps.
-# Needs Python 3.12 or newer: python3, or what PYTHON names.
+# Needs Python 3.12 or newer: what PYTHON names, or one that is found.
 set -euo pipefail
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-"${PYTHON:-python3}" -m venv "$work/venv"
+for python in ${PYTHON:-python3 python3.13 python3.12 "$HOME"/.pyenv/versions/3.1[23].*/bin/python}; do
+  "$python" -c 'import sys; assert sys.version_info >= (3, 12)' 2>/dev/null && break
+done
+"$python" -m venv "$work/venv"
 "$work/venv/bin/pip" install --quiet "jax==0.12.0.1" "jaxlib==0.12.0.1"
 JAX_PLATFORMS=cpu "$work/venv/bin/python" - <<'PYTHON'
 import jax
