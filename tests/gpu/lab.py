@@ -179,7 +179,7 @@ def _sampled(queries: int, tiny: bool) -> tuple[jax.Array, ...]:
     pixels = sum(h * w for h, w in levels)
     weights = (B, Q, HEADS, len(levels), points)
     dout, value, logits = _draw((B, Q, HEADS * 32), (B, pixels, HEADS, 32), weights)
-    at = jax.random.uniform(jax.random.key(1), (*weights, 2))
+    at = jax.random.uniform(jax.random.key(1), (*weights, 2), jnp.float32)
     return dout, value, at, jax.nn.softmax(logits, (-2, -1))
 
 
@@ -237,7 +237,9 @@ class _Late(NamedTuple):
     name: str
 
     def __call__(self, *arrays: jax.Array) -> jax.Array:
-        return self.make(arrays[0].shape[0] < 100)[1][self.name](*arrays)
+        with jax.ensure_compile_time_eval():
+            functions = self.make(arrays[0].shape[0] < 100)[1]
+        return functions[self.name](*arrays)
 
 
 def _graph_call(operator: str, nodes: int, edges: int, heads: int, width: int, tiny: bool) -> tuple:
