@@ -49,6 +49,7 @@ CASES = {
             levels=((64, 64), (32, 32)),
             points=(3, 9),
             tags=(*_COMPILED, "tpu7x"),
+            dtypes={"sampling_locations": "float32"},
         ),
         case(
             "encoder, B2, 100x167 to 13x21",

@@ -25,7 +25,7 @@ def locations(rng, shape, levels, points, spread=1.5, method="bilinear"):
 
 def case(
     name, *, B=2, Q=7, M=3, D=5, levels=LEVELS, points=2,
-    tags=("ci",), dtype="bfloat16", means=None, extra=None, **options,
+    tags=("ci",), dtype="bfloat16", dtypes=None, means=None, extra=None, **options,
 ) -> Case:  # fmt: skip
     """Returns a case; `points` is P, or (P_1, ..., P_L); `extra(rng, arrays)` replaces some arrays."""
     counts = (points,) * len(levels) if isinstance(points, int) else points
@@ -43,7 +43,7 @@ def case(
         }
         return arrays | (extra(rng, arrays) if extra else {})
 
-    return Case(name, build, options, frozenset(tags), dtype, means=means or {})
+    return Case(name, build, options, frozenset(tags), dtype, dtypes or {}, means or {})
 
 
 def _masked_logits(rng, arrays):
