@@ -106,14 +106,14 @@ def test_vmap_grad_of_grad_and_states_from_call_to_call():
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.standard_normal((2, 1, 9, 1, 4)), jnp.float32) / 2 for _ in range(3))
     call = lambda implementation, q, k, v: gated_linear_attention(
-        q, k, v, jnp.full((1,), -0.1), return_final_state=True, implementation=implementation
+        q, k, v, jnp.full((1,), -0.1, q.dtype), return_final_state=True, implementation=implementation
     )
 
     def checked(implementation):
         out, state = jax.vmap(lambda *x: call(implementation, *x))(q, k, v)
         again = lambda q: (call(implementation, q, k[0], v[0])[0] ** 3).sum()
         hessian = jax.grad(lambda q: (jax.grad(again)(q) ** 2).sum())
-        return out, state, jax.jit(hessian)(q[0])
+        return {"out": out, "state": state, "hessian": jax.jit(hessian)(q[0])}
 
     with pallas.interpreting(NAME):
         got = checked(NAME)
