@@ -433,7 +433,7 @@ def dplr_linear_attention_bwd(
 
 PORTABLE = backend.Implementation("xla", portable_forward.forward, portable_backward.backward)
 IMPLEMENTATIONS = (
-    backend.kernel("mosaic_tpu", __package__, PORTABLE, ("tpu",)),
+    backend.kernel("mosaic_tpu", __package__, PORTABLE, ("tpu",), has_run=False),
     backend.kernel("mosaic_gpu", __package__, PORTABLE, ("hopper",), has_run=False),
     PORTABLE,
 )

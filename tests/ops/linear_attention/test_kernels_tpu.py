@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import OPERATORS, assert_trees_close, thorough
+from helpers import OPERATORS, assert_close, assert_trees_close, thorough
 
 from jax_attn_bwd import check, explain, gated_delta_rule, gated_linear_attention
-from jax_attn_bwd._core import pallas
+from jax_attn_bwd._core import pallas, targets
 from jax_attn_bwd.ops.linear_attention.cases import NORM, case
 
 NAME = "mosaic_tpu"
@@ -150,6 +150,35 @@ def test_narrow_products_err_no_more_than_twice_what_the_portable_path_does():
         found = {name: check.measure(DELTA, name, of, "bfloat16") for name in (NAME, "xla")}
     for kernel, portable in zip(*found.values(), strict=True):
         assert kernel.error <= 2 * portable.error + 2e-5, kernel
+
+
+@thorough
+@pytest.mark.kernel
+def test_rows_whose_squares_overflow_are_normalized():
+    """The gradient is that of the row a 1e20th of it, divided by 1e20, as on the portable path."""
+    q, k, v, dout = jax.random.normal(jax.random.key(0), (4, 1, 3, 1, 8), "float32")
+    call = lambda q, k: gated_delta_rule(q, k, v, None, jnp.ones((1, 3, 1)), implementation=NAME, **NORM)
+
+    @jax.jit
+    def step(q, k):
+        out, pull = jax.vjp(call, q, k)
+        return out, *pull(dout)
+
+    with jax.enable_x64(False), pallas.interpreting(NAME):
+        expected, (out, *grads) = step(q, k), step(1e20 * q, 1e20 * k)
+    for got, x in zip((out, *(1e20 * x for x in grads)), expected, strict=True):
+        assert_close(got, x, 1e-5)
+
+
+def test_they_run_by_name_alone(monkeypatch):
+    """Other TPU kernels that have run on a chip prove nothing of these."""
+    ran = {"ran": "2026-01-01, 0123abc", "oldest_jax": jax.__version_info__}
+    known = tuple(generation._replace(**ran) for generation in targets.GENERATIONS[NAME])
+    monkeypatch.setitem(targets.GENERATIONS, NAME, known)
+    x = jax.ShapeDtypeStruct((1, 8, 2, 64), "float32")
+    told = explain(gated_linear_attention, x, x, x, platform="v6e")
+    assert told["xla"] == "ok"
+    assert told[NAME].startswith("it is not proven on TPU v6 lite")
 
 
 @thorough
