@@ -37,8 +37,6 @@ _LOWERED = ".before_layout_inference.txt"
 
 
 REGISTERS = 255
-# What a kernel is known to spill, bytes of a thread: no chip has run it, and nothing picks it by itself.
-KNOWN_SPILLS = {"linear_attention_gradients": 128}
 SHARED_MEMORY = 227 * 1024  # bytes of a block, on compute capability 9.0 and later
 GRAPH = ("graph_attention", "graph_attention_v2", "graph_transformer_attention")
 SPARSE = (*GRAPH, "multi_scale_deformable_attention")  # no atomics: the same bits in every run
@@ -83,7 +81,7 @@ class Kernel:
 
     def limits(self) -> dict[str, int]:
         """The budget: {figure: the most it may be}."""
-        spilled = dict.fromkeys(("spill_stores", "spill_loads", "stack"), KNOWN_SPILLS.get(self.name, 0))
+        spilled = dict.fromkeys(("spill_stores", "spill_loads", "stack"), 0)
         return {**spilled, "registers": REGISTERS, "shared_memory": SHARED_MEMORY}
 
     @property

@@ -99,3 +99,28 @@ def test_rounding_is_at_most_twice_that_of_the_portable_path():
         exact = aim.expected[name]
         error = {n: np.square(np.asarray(x[name], np.float64) - exact).mean() ** 0.5 for n, x in of.items()}
         assert error[NAME] <= 2 * error["xla"], (name, error)
+
+
+def _one_far_below(rng, arrays):
+    """Lets nearly nothing of the state through at one token."""
+    g = arrays["log_decay"].copy()
+    g[:, 20] = -30
+    return {"log_decay": g}
+
+
+@thorough
+@interpreted
+@pytest.mark.parametrize("scale", [None, 1e-20, 0.0])
+def test_strong_decays_and_small_scales(scale):
+    """Gradients keep their digits: of a decay of e^-30, and of queries whose scale squared is 0."""
+    one = case("", B=(1,), T=40, K=1, N=1, state=True, growth=0.1, extra=_one_far_below, scale=scale, **NORM)
+    aim = check.target(DELTA, one, "bfloat16")
+    with pallas.interpreting(NAME):
+        _, grads = check._in_one_program(DELTA, {**one.options, "implementation": NAME}, aim)
+    assert all(np.isfinite(np.asarray(x, np.float64)).all() for x in grads.values())
+    for name in ("query", "key"):
+        found, exact = np.asarray(grads[name], np.float64), aim.expected[f"d{name}"]
+        assert np.linalg.norm(found - exact) <= 0.02 * np.linalg.norm(exact), name
+    dg, exact = (np.asarray(x, np.float64)[:, 20] for x in (grads["log_decay"], aim.expected["dlog_decay"]))
+    assert 0 < np.abs(exact).max() < 1e-10
+    np.testing.assert_allclose(dg, exact, rtol=0.05)

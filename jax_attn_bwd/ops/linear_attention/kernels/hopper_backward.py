@@ -18,15 +18,18 @@ all that queries and keys get is, before the factors f and h of their own tokens
     dk_i = - b_i exp(c_i) r_i + exp(c_C - c_i) e_i + sum_j (D_ij + D_ji) h_j k_j + X_ji f_j q_j   (13), (14)
     db_i = <dR_i, v_i> - h_i exp(c_i) <k_i, r_i> + sum_j dA_ij <k_i, k_j>_G                    (11)
 
-and of the decays, with Z_ij = dP_ij P_ij + dA_ij A_ij, each as a sum over the tokens from t on:
+and of the decays, with Z_ij = dP_ij P_ij + dA_ij A_ij,
 
-    dg_t = sum over i >= t of sum_j (Z_ij - Z_ji) + <q^_i, w_i> - b_i <k^_i, r_i> - <k~_i, e_i>
-         + sum over all i of <k~_i, e_i> + exp(c_C) sum S0 dS1                                 (18)
+    dg_t = sum over j < t <= i of Z_ij + exp(c_C) sum S0 dS1
+         + sum over i >= t of <q^_i, w_i> - b_i <k^_i, r_i> + sum over j < t of <k~_j, e_j>    (18)
+
+What a product reads of X, D and Z stands in shared memory as two numbers of 16 bits, or it is rounded there.
 
 References:
   As in `forward.py`.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -115,8 +118,8 @@ def _backward(plan, interpret, residuals, dout, dfinal):
         "query": of_keys(dquery),
         "key": of_keys(dkey),
         "value": dvalue[:, :T, :, :Hv].reshape(*batch, T, N, Hv),
-        "log_decay": of_tokens(lines[0]),
-        "beta": of_tokens(lines[-1]),
+        "log_decay": of_tokens(lines[:, :, 0]),
+        "beta": of_tokens(lines[:, :, -1]),
         "initial_state": dfirst[..., :H, :Hv].reshape(*batch, N, H, Hv),
     }
     seen = layout.seen_tokens(operands)
@@ -284,135 +287,199 @@ def _again_kernel(
 # ---- the gradients of all chunks, side by side
 
 
+class _Tiles(NamedTuple):
+    """What a chunk's gradients are made of, in shared memory."""
+
+    query: Any  # [CHUNK, H]
+    key: Any  # [CHUNK, H]
+    value: Any  # [CHUNK, Hv]; None without a delta rule
+    given: ChunkCotangents
+    of_rows: Any  # the numbers of the tokens, [NUMBERS, CHUNK], and once more
+    of_columns: Any
+    reads: Sequence[Any]  # X h as two numbers, f X
+    overlaps: Sequence[Any]  # D h as two numbers, h D; two without a delta rule, for what is written
+    after: Any  # of j, t: 1 where j < t, else 0
+    across: Any  # the sums of Z over j < t <= i, [CHUNK]
+    moved: Any  # <q^_i, w_i>
+    ends: Any  # <k~_i, e_i>
+    erased: Any  # <k^_i, r_i>
+    lines: Any  # dg, db
+
+
 def _gradients(
     options: Options, interpret: bool, given: Inputs, cotangents: ChunkCotangents
-) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array]]:
-    """Computes dg, and db of a delta rule, `[B, N, T]`, and dq and dk of each value head, `[B, T, N, H]`.
+) -> tuple[jax.Array, list[jax.Array], list[jax.Array]]:
+    """Computes dg, and db of a delta rule, `[B, N, 1 | 2, T]`, and dq and dk, `[B, T, N, H]`.
 
-    Where several value heads share a key head, these are two numbers each: they are still to be added.
+    Where several value heads share a key head, dq and dk are two numbers each: they are still to be added.
     """
     (B, T, K, H), (N, Hv), dtype = given.key.shape, given.value.shape[-2:], given.key.dtype
     rows, wide, state = tile((CHUNK, Hv), dtype), tile((CHUNK, H), dtype), tile((Hv, H), dtype)
     plane, of_tokens = tile((CHUNK, CHUNK), dtype), plgpu.SMEM((NUMBERS, CHUNK), jnp.float32)
-    is_delta = options.is_delta
-    cotangent_tiles = ChunkCotangents(rows, rows if is_delta else None, rows, state, state)
+    is_delta, lines, line = options.is_delta, 2 if options.is_delta else 1, plgpu.SMEM((CHUNK,), jnp.float32)
+    of_delta = rows if is_delta else None
     scratch = dict(
-        query=wide,
-        key=wide,
-        value=rows if is_delta else None,
-        given_tiles=cotangent_tiles,
-        of_rows=of_tokens,
-        of_columns=of_tokens,
-        planes=[plane] * (2 if is_delta else 1),
-        out_tile=wide,
-        line_tile=plgpu.SMEM((2, CHUNK), jnp.float32),
+        at=_Tiles(
+            query=wide,
+            key=wide,
+            value=of_delta,
+            given=ChunkCotangents(rows, of_delta, rows, state, state),
+            of_rows=of_tokens,
+            of_columns=of_tokens,
+            reads=[plane] * 3,
+            overlaps=[plane] * (3 if is_delta else 2),
+            after=tile((CHUNK, CHUNK), jnp.bfloat16),
+            across=line,
+            moved=line,
+            ends=line,
+            erased=line,
+            lines=plgpu.SMEM((lines, CHUNK), jnp.float32),
+        ),
         loaded=plgpu.Barrier(num_arrivals=8 + 2 * is_delta),
+        has_reads=plgpu.Barrier(),
+        has_sums=plgpu.Barrier(),
     )
     parts = 1 if K == N else 2
     out_type = partial(pallas.out_type, operands=given)
     gradient = [out_type((B, T, N, H), dtype)] * parts
-    lines, dquery, dkey = mosaic_gpu.launch(
+    return mosaic_gpu.launch(
         partial(_gradients_kernel, options),
         "linear_attention_gradients",
         interpret=interpret,
-        out_type=([out_type((B, N, T), jnp.float32)] * (2 if is_delta else 1), gradient, gradient),
-        scratch={name: x for name, x in scratch.items() if x is not None}
-        | tiles.spare_tile(interpret, CHUNK, dtype),
+        out_type=(out_type((B, N, lines, T), jnp.float32), gradient, gradient),
+        scratch=scratch | tiles.spare_tile(interpret, CHUNK, jnp.bfloat16),
         grid={"chunk": T // CHUNK, "head": N, "batch": B},
+        warpgroups=2,
     )(given, cotangents)
-    return lines, dquery, dkey
 
 
 def _gradients_kernel(
-    options: Options, given: Inputs, cotangents: ChunkCotangents, line_refs, dquery_refs, dkey_refs,
-    query, key, given_tiles, of_rows, of_columns, planes, out_tile, line_tile, loaded, value=None, spare=None,
+    options: Options, given: Inputs, cotangents: ChunkCotangents, lines_ref, dquery_refs, dkey_refs,
+    *, at, loaded, has_reads, has_sums, spare=None,
 ):  # fmt: skip
-    """Computes the gradients of one chunk of one value head."""
-    b, n, t = (lax.axis_index(name) for name in ("batch", "head", "chunk"))
+    """Computes the gradients of one chunk of one value head: a warpgroup dq, another the rest."""
+    b, n, t, wg = (lax.axis_index(name) for name in ("batch", "head", "chunk", "wg"))
     here, head = tiles.tokens(t), lax.div(n, jnp.int32(given.value.shape[2] // given.key.shape[2]))
-    load = lambda source, target: plgpu.copy_gmem_to_smem(source, target, loaded)
-    load(given.query.at[b, here, head], query)
-    load(given.key.at[b, here, head], key)
-    for target in (of_rows, of_columns):
-        load(given.numbers.at[b, n, :, here], target)
-    for name in ("dout", "corrections", "u"):
-        if (target := getattr(given_tiles, name)) is not None:
-            load(getattr(cotangents, name).at[b, here, n], target)
-    for name in ("states", "dstates"):
-        load(getattr(cotangents, name).at[b, n, t], getattr(given_tiles, name))
-    if value is not None:
-        load(given.value.at[b, here, n], value)
+
+    @pl.when(wg == 0)
+    def _load():
+        sources = (
+            given.query.at[b, here, head],
+            given.key.at[b, here, head],
+            *([] if at.value is None else [given.value.at[b, here, n]]),
+            *(x.at[b, here, n] for x in cotangents[:3] if x is not None),
+            *(x.at[b, n, t] for x in cotangents[3:]),
+            *[given.numbers.at[b, n, :, here]] * 2,
+        )
+        for source, target in zip(sources, jax.tree.leaves(at[:6]), strict=True):
+            plgpu.copy_gmem_to_smem(source, target, loaded)
+
     plgpu.barrier_wait(loaded)
-    dout, corrections, u, state, dstate = given_tiles
 
-    # dq (12), by halves of the channels, from X by (9); the sums of Z
-    row, column = tiles.position()
-    rows, x = tiles.numbers(of_rows, ROWS), shared_product(dout, u.T)
-    x, of_keys = _decayed(x, column <= row, rows, of_columns)
-    z = x * shared_product(query, key.T) * along_rows(rows.query_factor) * of_keys
-    decays, sums = z.sum(axis=1), z.sum(axis=0)
-    planes[0][...] = (x * along_rows(rows.query_factor)).astype(out_tile.dtype)
-    halves = [pl.ds(i, SIZE) for i in range(0, query.shape[1], SIZE)]
-    x, start, found = x * of_keys, jnp.exp(rows.c), []
-    for half in halves:
+    @pl.when(wg == 0)
+    def _queries():
+        _of_queries(options, at, dquery_refs, (b, here, n), has_reads, spare)
+        plgpu.barrier_arrive(has_sums)
+
+    @pl.when(wg == 1)
+    def _others():
+        _of_keys(options, at, dkey_refs, (b, here, n), has_reads, has_sums, spare)
+        plgpu.copy_smem_to_gmem(at.lines, lines_ref.at[b, n, :, here])
+        plgpu.wait_smem_to_gmem(0)
+
+
+def _of_queries(options: Options, at: _Tiles, refs: Any, here: Any, has_reads: Any, spare: Any) -> None:
+    """Writes dq, the planes of X, and its share of (18)."""
+    (dout, _, u, state, _), (row, column) = at.given, tiles.position()
+    rows = tiles.numbers(at.of_rows, ROWS)
+    at.after[...] = jnp.where(row < column, 1.0, 0.0).astype(at.after.dtype)
+
+    # X, from (9)
+    x, of_keys = _decayed(shared_product(dout, u.T), column <= row, rows, at.of_columns)
+    at.reads[2][...] = (x * along_rows(rows.query_factor)).astype(at.key.dtype)
+    x = x * of_keys
+    tiles.store_two(at.reads[:2], x)
+    z = x * shared_product(at.query, at.key.T) * along_rows(rows.query_factor)
+    at.across[...] = _across_token(z, at.after, spare)
+    plgpu.barrier_arrive(has_reads)
+
+    # dq (12)
+    start, moved, found = jnp.exp(rows.c), jnp.zeros_like(rows.c), _Found(options)
+    for half in _halves(at.query):
         w = shared_product(dout, state.at[:, half])
-        decays = decays + rows.from_start * _row_dot(query.at[:, half], w)
-        found.append(product(x, key.at[:, half], spare, w * along_rows(start)))
-    _write(
-        options, found, query, halves, rows.query_factor, options.scale, out_tile, dquery_refs, (b, here, n)
-    )
+        moved = moved + rows.from_start * _row_dot(at.query.at[:, half], w)
+        sums = [(plane, at.key.at[:, half]) for plane in at.reads[:2]]
+        found.add(at.query.at[:, half], _add_shared(w * along_rows(start), sums, spare))
+    at.moved[...] = moved
+    found.write(rows.query_factor, options.scale, at.reads, refs, here)
 
-    # D, and its part of the sums
+
+def _of_keys(
+    options: Options, at: _Tiles, refs: Any, here: Any, has_reads: Any, has_sums: Any, spare: Any
+) -> None:
+    """Writes dk and the lines."""
+    (_, corrections, u, state, dstate), (row, column) = at.given, tiles.position()
+    rows = tiles.numbers(at.of_rows, ROWS)
     dbeta: Any = None
-    d: Any = None
+
+    # D, from (9)
     if options.is_delta:
         da = -shared_product(corrections, u.T)
-        da, of_keys = _decayed(da, column < row, rows, of_columns)
-        overlaps = da * shared_product(key, key.T) * along_rows(rows.key_factor) * of_keys
-        dbeta, z = overlaps.sum(axis=1), overlaps * along_rows(rows.beta)
-        decays, sums = decays + z.sum(axis=1), sums + z.sum(axis=0)
-        d = da * along_rows(rows.beta)
-        planes[1][...] = (d * along_rows(rows.key_factor)).astype(out_tile.dtype)
-        d = d * of_keys
-    plgpu.commit_smem()
+        da, of_keys = _decayed(da, column < row, rows, at.of_columns)
+        at.overlaps[2][...] = (da * along_rows(rows.beta * rows.key_factor)).astype(at.key.dtype)
+        da = da * of_keys
+        tiles.store_two(at.overlaps[:2], da * along_rows(rows.beta))
+        z = da * shared_product(at.key, at.key.T) * along_rows(rows.key_factor)
+        dbeta = z.sum(axis=1)
+        plgpu.barrier_wait(has_reads)  # sums of columns go through memory that both warpgroups share
+        at.across[...] += _across_token(z * along_rows(rows.beta), at.after, spare)
+    else:
+        plgpu.barrier_wait(has_reads)
 
     # dk (13), (14)
-    found, ends, overlap = [], jnp.zeros_like(decays), jnp.zeros_like(decays)
-    end = jnp.exp(rows.last - rows.c)
-    for half in halves:
-        e = shared_product(u, dstate.at[:, half])
-        ends = ends + rows.at_end * _row_dot(key.at[:, half], e)
-        y = e * along_rows(end)
-        if options.is_delta:
-            r = shared_product(corrections, state.at[:, half])
-            overlap = overlap + rows.at_start * _row_dot(key.at[:, half], r)
-            y = y - r * along_rows(start * rows.beta)
-            y = product(d, key.at[:, half], spare, y)
-            y = _add_shared(y, planes[1].T, key.at[:, half], spare)
-        found.append(_add_shared(y, planes[0].T, query.at[:, half], spare))
-    _write(options, found, key, halves, rows.key_factor, 1.0, out_tile, dkey_refs, (b, here, n))
+    start, end, found = jnp.exp(rows.c), jnp.exp(rows.last - rows.c), _Found(options)
 
-    # the lines
-    passed: Any = None
+    def add(ref, x, half):
+        # in memory, so that products are read to the end before the next ones
+        ref[...] = x if half.start == 0 else x + mosaic_gpu.load(ref, layout=ROWS, optimized=False)
+
+    for half in _halves(at.key):
+        e = shared_product(u, dstate.at[:, half])
+        r = shared_product(corrections, state.at[:, half]) if options.is_delta else None
+        add(at.ends, rows.at_end * _row_dot(at.key.at[:, half], e), half)
+        y, sums = e * along_rows(end), [(at.reads[2].T, at.query.at[:, half])]
+        if r is not None:
+            add(at.erased, rows.at_start * _row_dot(at.key.at[:, half], r), half)
+            y = y - r * along_rows(start * rows.beta)
+            sums += [(plane, at.key.at[:, half]) for plane in (*at.overlaps[:2], at.overlaps[2].T)]
+        found.add(at.key.at[:, half], _add_shared(y, sums, spare))
+    found.write(rows.key_factor, 1.0, at.overlaps, refs, here)
+
+    # (11), (18)
+    passed = jnp.zeros_like(start)
     for i in range(0, state.shape[0], SIZE):
-        for half in halves:
-            x = tiles.load(state.at[pl.ds(i, SIZE), half]) * tiles.load(dstate.at[pl.ds(i, SIZE), half])
-            passed = x if passed is None else passed + x
+        for half in _halves(state):
+            block = pl.ds(i, SIZE), half
+            passed = passed + _row_dot(state.at[block], tiles.load(dstate.at[block]))
+    plgpu.barrier_wait(has_sums)
+    ends, moved = (mosaic_gpu.load(x, layout=ROWS, optimized=False) for x in (at.ends, at.moved))
     if options.is_delta:
-        decays = decays - overlap * rows.beta
-        for i in range(0, value.shape[1], SIZE):
-            part = pl.ds(i, SIZE)
-            dbeta = dbeta + _row_dot(corrections.at[:, part], tiles.load(value.at[:, part]))
-        line_tile[1] = dbeta - overlap
-    # (18): of rows less of columns, summed over the tokens from each one on
-    line_tile[0] = sums
-    decays = decays - ends - mosaic_gpu.load(line_tile.at[0], layout=ROWS, optimized=False)
-    of_all = (ends + passed.sum(axis=1) * rows.whole).sum()
-    line_tile[0] = jnp.where(column <= row, along_rows(decays), 0.0).sum(axis=0) + of_all
+        erased = mosaic_gpu.load(at.erased, layout=ROWS, optimized=False)
+        for part in _halves(at.value):
+            dbeta = dbeta + _row_dot(corrections.at[:, part], tiles.load(at.value.at[:, part]))
+        at.lines[1] = dbeta - erased
+        moved = moved - erased * rows.beta
+    by_states = jnp.where(column <= row, along_rows(moved), along_rows(ends)) + along_rows(
+        passed * rows.whole
+    )
+    of_pairs = mosaic_gpu.load(at.across, layout=COLUMNS, optimized=False)
+    at.lines[0] = of_pairs + by_states.sum(axis=0)
     plgpu.commit_smem()
-    for i, ref in enumerate(line_refs):
-        plgpu.copy_smem_to_gmem(line_tile.at[i], ref.at[b, n, here])
-    plgpu.wait_smem_to_gmem(0)
+
+
+def _halves(ref: Any) -> list[Any]:
+    """Returns the columns of a tile, `SIZE` at a time."""
+    return [pl.ds(i, SIZE) for i in range(0, ref.shape[1], SIZE)]
 
 
 def _decayed(x: jax.Array, is_read: jax.Array, rows: Any, of_columns: Any) -> tuple[jax.Array, jax.Array]:
@@ -422,34 +489,67 @@ def _decayed(x: jax.Array, is_read: jax.Array, rows: Any, of_columns: Any) -> tu
     return jnp.where(is_read, x * decay, 0.0), along_columns(columns.key_factor)
 
 
+def _across_token(z: jax.Array, after: Any, spare: Any) -> jax.Array:
+    """Returns the sums of `z` over j < t <= i, for each t; of bfloat16 `after`, as decays can be small."""
+    row, column = tiles.position()
+    found = product(z, after, spare)  # of i, t: over j < t
+    return jnp.where(column <= row, found, 0.0).sum(axis=0)
+
+
 def _row_dot(ref: Any, x: jax.Array) -> jax.Array:
     """Returns the products of rows of shared memory and of registers."""
     return (tiles.load(ref) * x).sum(axis=1)
 
 
-def _add_shared(acc: jax.Array, a: Any, b: Any, spare: Any) -> jax.Array:
-    """Returns `acc + a @ b` of tiles of shared memory."""
-    if spare is not None:  # the interpreter does not start an accumulator from registers
-        return acc + shared_product(a, b)
-    return pl.run_state(lambda ref: plgpu.wgmma(ref, a, b))(plgpu.ACC.init(acc))
+def _add_shared(acc: jax.Array, factors: Sequence[tuple[Any, Any]], spare: Any) -> jax.Array:
+    """Returns acc and the sum of `a @ b` for each a, b of `factors`, tiles of shared memory."""
+
+    def add(ref):
+        for a, b in factors:
+            plgpu.wgmma(ref, a, b)
+
+    if spare is None:
+        return pl.run_state(add)(plgpu.ACC.init(acc))
+
+    def alone(ref):  # the interpreter does not start an accumulator from registers
+        add(ref)
+        return ref[...]
+
+    return acc + pl.run_scoped(alone, plgpu.ACC((acc.shape[0], acc.shape[1]), jnp.float32))
 
 
-def _write(options: Options, found, given, halves, factor, scale, out_tile, refs, here) -> None:
-    """Writes the gradient of rows from that of the rows with their `factor`, which is `scale` without a norm.
+class _Found:
+    """The gradients of rows times their factors, by halves of the channels, until they are written."""
 
-    With the l2 norm, by its derivative: r (y - r^2 x <x, y>), r = factor / scale.
-    """
-    if options.l2_norm_epsilon is not None and scale != 0:
-        dot = sum(_row_dot(given.at[:, half], y) for half, y in zip(halves, found, strict=True))
-        dot = dot * (factor * factor) * (1 / scale**2)
-        found = [
-            y - tiles.load(given.at[:, half]) * along_rows(dot) for half, y in zip(halves, found, strict=True)
-        ]
-    found = [two_numbers(y * along_rows(factor), out_tile.dtype) for y in found]
-    for i, ref in enumerate(refs):
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        for half, parts in zip(halves, found, strict=True):
-            out_tile[:, half] = parts[i]
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(out_tile, ref.at[here])
-    plgpu.wait_smem_to_gmem(0)
+    def __init__(self, options: Options):
+        self.has_norm = options.l2_norm_epsilon is not None
+        self.halves: list[tuple[Any, jax.Array]] = []
+        self.dot: Any = None
+
+    def add(self, given: Any, y: jax.Array) -> None:
+        """Takes `y`, what the rows `given` get, in registers."""
+        if self.has_norm:
+            dot = _row_dot(given, y)
+            self.dot = dot if self.dot is None else self.dot + dot
+        self.halves.append((given, y))
+
+    def write(self, factor: jax.Array, scale: float, planes: Sequence[Any], refs: Any, here: Any) -> None:
+        """Writes the gradients of the rows by way of `planes`, from their `factor`, `scale` without a norm.
+
+        With the l2 norm, by its derivative: r (y - r^2 x <x, y>), r = factor / scale.
+        """
+        dot = None
+        if self.has_norm and abs(scale) >= jnp.finfo(jnp.float32).tiny:  # else the factor is 0
+            r = factor * (1 / scale)
+            dot = self.dot * r * r
+        for number, (given, y) in enumerate(self.halves):
+            plane, half = planes[number], pl.ds(number * SIZE, SIZE)
+            x = y if dot is None else y - tiles.load(given) * along_rows(dot)
+            parts = two_numbers(x * along_rows(factor), plane.dtype)
+            for i, ref in enumerate(refs):
+                if i:
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                plane[...] = parts[i]
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(plane, ref.at[(*here, half)])
+        plgpu.wait_smem_to_gmem(0)

@@ -223,16 +223,17 @@ def _solve(a: jax.Array, found_tile: Any, between_tile: Any, spare: Any) -> jax.
         is_between = ((row | of) == (column | of)) & ((row & bit) != 0) & ((column & bit) == 0)
         between = jnp.where(is_between, a, 0.0)
         if half > 1:
-            _store_two(found_tile, found)
+            store_two(found_tile, found)
             between = _exact_product(between, found_tile, spare)
-            _store_two(between_tile, between)
+            store_two(between_tile, between)
             between = _exact_product(found, between_tile, spare)
         found = found - between
         half *= 2
     return found
 
 
-def _store_two(refs: Sequence[Any], x: jax.Array) -> None:
+def store_two(refs: Sequence[Any], x: jax.Array) -> None:
+    """Stores `x`, float32, as two numbers of 16 bits that add up to it."""
     for ref, part in zip(refs, two_numbers(x, refs[0].dtype), strict=True):
         ref[...] = part
     plgpu.commit_smem()
