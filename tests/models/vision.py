@@ -1,10 +1,14 @@
-"""Attention of vision models, and of pairs of residues, of transformers."""
+"""Attention of vision models, of transformers and timm, and of pairs of residues."""
 
 from functools import partial
 
 import jax.numpy as jnp
 import torch
+from boltz.model.layers.attentionv2 import AttentionPairBias
+from boltz.model.layers.triangular_attention.attention import TriangleAttention as BoltzTriangle
 from flax import nnx
+from timm.models import beit as timm_beit
+from timm.models import swin_transformer as timm_swin
 from transformers import AutoConfig
 from transformers.models.d_fine import modeling_d_fine as d_fine
 from transformers.models.deformable_detr import modeling_deformable_detr as detr
@@ -48,6 +52,33 @@ def in_beit(ours, original, module, query, key, value, attention_mask, scaling, 
     owner = vars(module)["bias"]
     index = owner.generate_relative_position_index((4, 4))
     return ours(q=q, k=k, v=v, table=owner.relative_position_bias_table, index=index), None
+
+
+def swin_of_timm() -> Made:
+    config = dict(img_size=16, patch_size=2, embed_dim=16, depths=(2,), num_heads=(2,), window_size=4)
+    model = randomised(timm_swin.SwinTransformer(**config, num_classes=3))
+    return model, {"x": torch.randn(2, 3, 16, 16).double()}, {}
+
+
+def in_swin_of_timm(ours, original, module, x, mask=None):
+    q, k, v = module.qkv(x).unflatten(-1, (3, module.num_heads, -1)).unbind(2)
+    seen = None if mask is None else (mask == 0).repeat(len(x) // len(mask), 1, 1)[:, None]
+    table, side = module.relative_position_bias_table, module.window_size[0]
+    return module.proj(ours(q=q, k=k, v=v, table=table, side=side, seen=seen).flatten(2))
+
+
+def beit_of_timm() -> Made:
+    config = dict(img_size=16, patch_size=4, embed_dim=32, depth=2, num_heads=4, num_classes=3)
+    model = randomised(timm_beit.Beit(**config, use_rel_pos_bias=True))
+    return model, {"x": torch.randn(2, 3, 16, 16).double()}, {}
+
+
+def in_beit_of_timm(ours, original, module, x, shared_rel_pos_bias=None):
+    bias = torch.cat((module.q_bias, module.k_bias, module.v_bias))
+    qkv = torch.nn.functional.linear(x, module.qkv.weight, bias)
+    q, k, v = qkv.unflatten(-1, (3, module.num_heads, -1)).unbind(2)
+    table, index = module.relative_position_bias_table, module.relative_position_index
+    return module.proj(ours(q=q, k=k, v=v, table=table, index=index).flatten(2))
 
 
 def sam_window() -> Made:
@@ -133,10 +164,35 @@ def of_pairs(ours, original, module, q_x, kv_x, biases, **told):
     return module._wrap_up(ours(q=q, k=k, v=v, bias=bias, mask=mask > -1), q_x)
 
 
-KIND = "transformers.models"
+def triangle_of_boltz(starting: bool) -> Made:
+    _, inputs, told = triangle(starting)
+    return randomised(BoltzTriangle(16, 8, 4, starting=starting)), inputs, told
+
+
+def of_boltz(ours, original, module, q_x, kv_x, bias, mask_bias, mask, **told):
+    return of_pairs(ours, original, module, q_x, kv_x, (mask_bias, bias))
+
+
+def single_of_boltz() -> Made:
+    """Residues, of which some are padding, with a bias that is read from their pairs."""
+    inputs = {"s": tokens(32, 9), "z": torch.randn(2, 9, 9, 16).double(), "k_in": tokens(32, 9)}
+    mask = torch.arange(9) < torch.tensor([[9], [6]])
+    return randomised(AttentionPairBias(32, 16, 4)), inputs, {"mask": mask.double()}
+
+
+def of_single(ours, original, module, s, z, mask, k_in):
+    linears = (module.proj_q, module.proj_k, module.proj_v)
+    q, k, v = (f(x).unflatten(-1, (4, -1)) for f, x in zip(linears, (s, k_in, k_in), strict=True))
+    out = ours(q=q, k=k, v=v, bias=module.proj_z(z), mask=mask[:, None, None] > 0)
+    return module.proj_o(module.proj_g(s).sigmoid() * out.flatten(2))
+
+
+KIND, BOLTZ = "transformers.models", "boltz.model.layers"
 MODELS: dict[str, Model] = {
     "Swin": Model(swin, f"{KIND}.swin.modeling_swin:eager_attention_forward", in_swin),
     "BEiT": Model(beit, f"{KIND}.beit.modeling_beit:eager_attention_forward", in_beit),
+    "Swin of timm": Model(swin_of_timm, f"{timm_swin.__name__}:WindowAttention.forward", in_swin_of_timm),
+    "BEiT of timm": Model(beit_of_timm, f"{timm_beit.__name__}:Attention.forward", in_beit_of_timm),
     "SAM": Model(sam_window, f"{sam.__name__}:SamVisionAttention.forward", in_sam),
     "Deformable-DETR": Model(
         deformable_detr, f"{detr.__name__}:MultiScaleDeformableAttention.forward", at_points
@@ -164,5 +220,18 @@ MODELS: dict[str, Model] = {
     ),
     "AlphaFold triangle attention, ending node": Model(
         partial(triangle, False), f"{esmfold.__name__}:EsmFoldAttention.forward", of_pairs
+    ),
+    "Boltz, triangle attention, starting node": Model(
+        partial(triangle_of_boltz, True),
+        f"{BOLTZ}.triangular_attention.primitives:Attention.forward",
+        of_boltz,
+    ),
+    "Boltz, triangle attention, ending node": Model(
+        partial(triangle_of_boltz, False),
+        f"{BOLTZ}.triangular_attention.primitives:Attention.forward",
+        of_boltz,
+    ),
+    "Boltz, pair bias": Model(
+        single_of_boltz, f"{BOLTZ}.attentionv2:AttentionPairBias.forward", of_single
     ),
 }

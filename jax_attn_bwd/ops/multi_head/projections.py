@@ -180,13 +180,22 @@ def output_factors(
     return dropout.factors(dropout.head_keys(words, entry, jnp.uint32(0)), row, column, rate, out.dtype)
 
 
-@partial(jax.jit, static_argnums=(0,))
 def without_poison(options: Options, operands: Operands) -> tuple[Operands, Any]:
     """Returns (operands, live): rows of query, key and value that see nothing, or nothing sees, are 0.
 
     live `[..., T]` tells the queries that see something, None if all do. A row of zeros in a cotangent does
     not make up for NaN in the row of the input that it is multiplied with.
     """
+    # mostly shapes tell that there is no such row: no call of a compiled function then
+    mask, T, S = operands.mask, operands.query.shape[-2], operands.inputs[1].shape[-2]
+    by_shapes = operands.bias is None and mask.mask_mod is None and not jax.tree.leaves(mask)
+    if by_shapes and (T == S or not (mask.is_banded or 0 in (T, S))):
+        return operands, None
+    return _without_poison(options, operands)
+
+
+@partial(jax.jit, static_argnums=(0,))
+def _without_poison(options: Options, operands: Operands) -> tuple[Operands, Any]:
     # which queries see something, and which keys are seen, in any head: [..., T], [..., S]
     (*batch, T, _), S = operands.query.shape, operands.inputs[1].shape[-2]
     sizes = dot_product.Sizes(tuple(batch), T, S, options.num_heads, 1)

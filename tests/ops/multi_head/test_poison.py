@@ -10,7 +10,7 @@ import pytest
 from helpers import thorough
 from ops.multi_head.calls import EK, EO, EQ, EV, QUICK, B, S, T, draw, inputs, layer, leaves_close
 
-from jax_attn_bwd import multi_head_attention, multi_head_attention_bwd
+from jax_attn_bwd import MultiHeadAttentionParams, multi_head_attention, multi_head_attention_bwd
 
 
 def test_poison_in_queries_that_have_no_keys():
@@ -65,3 +65,13 @@ def test_poison_in_rows_that_nothing_sees(name, save, order):
         *(jnp.where(seen[:, None], x, poison) for x, poison in ((k, jnp.inf), (v, jnp.nan))),
     )
     leaves_close(got, expected, 1e-10)
+
+
+@pytest.mark.parametrize(
+    ("options", "calls"), [({}, False), ({"is_causal": True}, False), ({"mask": np.ones(3, bool)}, True)]
+)
+def test_where_shapes_tell_that_nothing_is_hidden_no_compiled_function_is_called(options, calls):
+    """A call in a traced program stops some exporters, and costs an eager call a launch."""
+    attend = lambda x: multi_head_attention(MultiHeadAttentionParams(), x, num_heads=2, **options)
+    program = jax.make_jaxpr(jax.grad(lambda x: attend(x).sum()))(jnp.ones((1, 3, 4)))
+    assert ("without_poison" in str(program)) == calls
