@@ -1,6 +1,6 @@
 """What mkdocs calls: formulas become MathML, which browsers draw without a script or a network.
 
-It also tells how much a page counts in a search.
+It also tells how much a page counts in a search, and where code in a table may break.
 """
 
 import html
@@ -13,8 +13,13 @@ from mkdocs.structure.pages import Page
 BLOCK = re.compile(r'<div class="arithmatex">\s*\\\[(.*?)\\\]\s*</div>', re.DOTALL)
 INLINE = re.compile(r'<span class="arithmatex">\\\((.*?)\\\)</span>', re.DOTALL)
 TAG = re.compile(r"\\tag\{(\w+)\}")
+CELL = re.compile(r"<t[dh]\b.*?</t[dh]>", re.DOTALL)
+CODE = re.compile(r"(?<=<code>)[^<]*")
+# where a long name may break: behind punctuation, and between long words
+JOINT = re.compile(r"(?<=[.(,={])(?=[A-Za-z(])|(?<=\w{5}_)(?=\w{6})|(?<=[a-z]{3})(?=[A-Z][a-z]{4})")
 # How much a page counts in a search; others count 1.
 WEIGHTS = {
+    r"models": 4.0,
     r"operators/|which_call_when": 2.0,
     r"notebooks/": 0.5,
     r"reference/(bnns|cann|cugraph|megengine|torch)": 0.25,
@@ -22,14 +27,15 @@ WEIGHTS = {
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> None:
-    """Weighs the page for searches: an operator's own page before a vendor's call or a derivation."""
+    """Weighs the page for searches: a model by its name, an operator's own page before a derivation."""
     for pattern, weight in WEIGHTS.items():
         if re.match(pattern, page.file.src_uri):
             page.meta["search"] = {"boost": weight}
 
 
 def on_page_content(content: str, **_: Any) -> str:
-    """The page with its formulas drawn."""
+    """The page with its formulas drawn, and long names in tables in lines that end where a word does."""
+    content = CELL.sub(lambda cell: CODE.sub(lambda code: JOINT.sub("<wbr>", code[0]), cell[0]), content)
     return INLINE.sub(lambda m: _drawn(html.unescape(m[1])), BLOCK.sub(_block, content))
 
 

@@ -73,6 +73,15 @@ def test_a_name_links_to_its_own_page_before_another_of_the_same_last_part():
     assert "[`causal`](mods.causal.md#mods.causal)" in shown
 
 
+def test_long_names_in_tables_break_between_words():
+    pytest.importorskip("latex2mathml")
+    pytest.importorskip("mkdocs")
+    drawn = importlib.import_module("hooks").on_page_content
+    code = "<code>dot_product_attention(q, log_decay, mod=MultiHeadAttention, 0.5)</code>"
+    broken = "dot_product_<wbr>attention(<wbr>q, log_decay, mod=<wbr>MultiHead<wbr>Attention, 0.5)"
+    assert drawn(f"<td>{code}</td><p>{code}</p>") == f"<td><code>{broken}</code></td><p>{code}</p>"
+
+
 def test_a_method_call_is_shown_and_bases_are_not():
     pytest.importorskip("flax")
     shown = importlib.import_module("reference").whole("layers.flax_nnx.GATConv")
