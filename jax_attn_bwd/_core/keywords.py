@@ -47,7 +47,7 @@ _WORDS: dict[tuple[str, ...], tuple[tuple[str, str], ...]] = {
         ("is_causal", ""),
         ("use_causal_mask", ""),
         ("log_decay", f"{_LEFT_OUT} linear attention is causal always"),
-        ("num_key_heads", f"{_LEFT_OUT} linear attention is causal always"),
+        ("conv_kernel_dim", f"{_LEFT_OUT} linear attention is causal always"),
         ("attention_fn", "write attention_fn=configured_attention_fn(is_causal=True)"),
     ),
     ("window_size", "sliding_window", "sliding_window_size", "window", "local_window", "attention_window"): (
@@ -78,6 +78,7 @@ _WORDS: dict[tuple[str, ...], tuple[tuple[str, str], ...]] = {
     # logits
     ("scale", "softmax_scale", "sm_scale", "scaling", "scale_factor", "qk_scale"): (
         ("scale", ""),
+        ("conv_kernel_dim", f"{_LEFT_OUT} queries are scaled by 1 / sqrt(size of a head)"),
         ("num_heads", "layers scale by 1 / sqrt(size of a head); multi_head_attention takes scale="),
     ),
     (
@@ -147,6 +148,9 @@ _WORDS: dict[tuple[str, ...], tuple[tuple[str, str], ...]] = {
         ("", f"{_LEFT_OUT} tiles are chosen here"),
     ),
     ("eps", "epsilon", "norm_eps", "layer_norm_epsilon"): (("rms_norm_eps", ""), ("l2_norm_epsilon", "")),
+    ("conv_size", "conv_kernel_size", "short_conv_kernel_size", "linear_conv_kernel_dim"): (
+        ("conv_kernel_dim", ""),
+    ),
     # heads and widths
     ("num_attention_heads", "n_heads", "n_head", "nhead", "heads", "num_query_heads", "h"): (
         ("num_heads", ""),
@@ -213,6 +217,7 @@ _WORDS: dict[tuple[str, ...], tuple[tuple[str, str], ...]] = {
     ("hidden_states", "inputs", "inputs_q"): (("query", ""), ("inputs_q", ""), ("x", "")),
     ("input", "logits", "scores"): (("x", ""), ("scores", "")),
     ("past_key_value", "past_key_values", "use_cache", "cache", "layer_past", "kv_cache"): (
+        ("conv_kernel_dim", "a cache is decode=True in Flax and Haiku, init_cache and decode in Equinox"),
         ("num_heads", _CACHE),
         ("mask", f"layers have a cache: {_CACHE.removeprefix('a cache is ')}"),
         ("log_decay", "write initial_state= and return_final_state=True"),
@@ -345,8 +350,10 @@ def known(function: F) -> F:
     def guarded(*args: Any, **kwargs: Any) -> Any:
         if names and not kwargs.keys() <= names:
             name = next(name for name in kwargs if name not in names)
-            of_layer = call.endswith(("__call__", ".call")) and args
-            raise unexpected(call, name, names, names_of(type(args[0]).__init__) if of_layer else ())
+            if not (call.endswith(("__call__", ".call")) and args):
+                raise unexpected(call, name, names)
+            layer = type(args[0])  # its call may stand in a class that several layers share
+            raise unexpected(f"{layer.__name__}.{function.__name__}", name, names, names_of(layer.__init__))
         if places is not None and len(args) > len(places):
             raise too_many(call, places, len(args))
         return function(*args, **kwargs)

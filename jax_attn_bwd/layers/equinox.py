@@ -11,13 +11,15 @@ import jax.numpy as jnp
 
 from jax_attn_bwd._core import checks, keywords, masks
 from jax_attn_bwd._core.rotary import Rotary
-from jax_attn_bwd._core.types import Implementation, Integers, Save
-from jax_attn_bwd.layers import deformable, multi_head
+from jax_attn_bwd._core.types import Implementation, Save
+from jax_attn_bwd.layers import deformable, gated_delta_net, kimi_delta_attention, multi_head
+from jax_attn_bwd.layers import delta_rule_layers as delta_rule
 from jax_attn_bwd.layers import equinox_trees as trees
-from jax_attn_bwd.layers import gated_delta_net as delta_net
 from jax_attn_bwd.layers import graph as convs
 from jax_attn_bwd.layers.deformable import encoder_reference_points
+from jax_attn_bwd.layers.equinox_delta_rule import DeltaRuleLayer
 from jax_attn_bwd.layers.gated_delta_net import GatedDeltaNetCache
+from jax_attn_bwd.layers.kimi_delta_attention import KimiDeltaAttentionCache
 from jax_attn_bwd.layers.multi_head import KeyValueCache
 from jax_attn_bwd.layers.torch_weights import loaded
 from jax_attn_bwd.ops.dot_product import dot_product_attention
@@ -30,6 +32,8 @@ __all__ = [
     "GatedDeltaNet",
     "GatedDeltaNetCache",
     "KeyValueCache",
+    "KimiDeltaAttention",
+    "KimiDeltaAttentionCache",
     "MultiHeadAttention",
     "MultiScaleDeformableAttention",
     "MultiheadAttention",
@@ -546,7 +550,7 @@ class MultiScaleDeformableAttention(keywords.ChecksNames, eqx.Module):
         return deformable.Linears(*(deformable.as_it_is if x is None else jax.vmap(x) for x in linears))
 
 
-class GatedDeltaNet(keywords.ChecksNames, eqx.Module):
+class GatedDeltaNet(DeltaRuleLayer[GatedDeltaNetCache]):
     """Gated DeltaNet, the linear attention of Qwen3-Next, from its projections to its output.
 
     Takes one sequence, without a batch axis, as the layers of `equinox.nn` do; for a batch use `jax.vmap`.
@@ -569,7 +573,6 @@ class GatedDeltaNet(keywords.ChecksNames, eqx.Module):
     norm: eqx.nn.RMSNorm
     dt_bias: jax.Array
     A_log: jax.Array
-    config: delta_net.Config = eqx.field(static=True)
 
     def __init__(
         self,
@@ -581,78 +584,74 @@ class GatedDeltaNet(keywords.ChecksNames, eqx.Module):
         *,
         dtype: Any = None,
         key: jax.Array,
-        **options: Unpack[delta_net.Keywords],
+        **options: Unpack[delta_rule.Keywords],
     ):
         """Makes the layer.
 
         Args:
-          in_features, num_key_heads, num_value_heads, key_head_dim, value_head_dim, options: see
+          num_key_heads, num_value_heads, key_head_dim, value_head_dim: see
             `jax_attn_bwd.layers.gated_delta_net`.
+          in_features, options: see `jax_attn_bwd.layers.delta_rule_layers`.
           dtype: dtype of the parameters.
           key: a PRNG key for the parameters.
         """
         sizes = num_key_heads, num_value_heads, key_head_dim, value_head_dim
-        self.config = config = delta_net.configure(*sizes, options, in_features=in_features, unbatched=True)
-        keys, dtype = iter(jax.random.split(key, 6)), jnp.result_type(float) if dtype is None else dtype
-        project = lambda width, out: trees.linear(width, out, bias=None, dtype=dtype, key=next(keys))
-        self.in_proj_qkvz, self.in_proj_ba = (project(in_features, n) for n in config.projections.values())
-        self.out_proj, C = project(config.values, in_features), config.channels
-        conv: Any = dict(groups=C, use_bias=False, dtype=dtype, key=next(keys))
-        self.conv1d = eqx.nn.Conv1d(C, C, config.conv_kernel_dim, **conv)
-        self.norm = eqx.nn.RMSNorm(value_head_dim, use_bias=False, dtype=dtype)
-        self.dt_bias = delta_net.dt_bias_init(next(keys), (num_value_heads,), dtype)
-        self.A_log = delta_net.A_log_init(next(keys), (num_value_heads,), dtype)
+        config = gated_delta_net.Config.of(sizes, options, in_features=in_features, unbatched=True)
+        self._build(config, dtype, key)
 
-    @keywords.known
-    def __call__(
-        self, x: jax.Array, *, seq_lengths: Integers | None = None, segment_ids: Integers | None = None
-    ) -> jax.Array:
-        """Computes `[T, in_features]` of `x [T, in_features]`.
+
+class KimiDeltaAttention(DeltaRuleLayer[KimiDeltaAttentionCache]):
+    """Kimi Delta Attention, the linear attention of Kimi Linear, from its projections to its output.
+
+    Takes one sequence, without a batch axis, as the layers of `equinox.nn` do; for a batch use `jax.vmap`.
+
+    Parameters: `q_proj`, `k_proj`, `v_proj`, `f_a_proj`, `f_b_proj`, `b_proj`, `g_a_proj`, `g_b_proj` and
+    `o_proj`, each an `equinox.nn.Linear`; the weights of `conv1d`, an `equinox.nn.Conv1d`, and of `o_norm`,
+    an `equinox.nn.RMSNorm`; `dt_bias`, `A_log`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jax_attn_bwd.layers.equinox import KimiDeltaAttention
+      >>> layer = KimiDeltaAttention(16, 2, 8, key=jax.random.key(0))
+      >>> layer(jnp.ones((5, 16))).shape
+      (5, 16)
+    """
+
+    q_proj: eqx.nn.Linear
+    k_proj: eqx.nn.Linear
+    v_proj: eqx.nn.Linear
+    f_a_proj: eqx.nn.Linear
+    f_b_proj: eqx.nn.Linear
+    g_a_proj: eqx.nn.Linear
+    g_b_proj: eqx.nn.Linear
+    b_proj: eqx.nn.Linear
+    o_proj: eqx.nn.Linear
+    conv1d: eqx.nn.Conv1d
+    o_norm: eqx.nn.RMSNorm
+    dt_bias: jax.Array
+    A_log: jax.Array
+
+    def __init__(
+        self,
+        in_features: int,
+        num_heads: int,
+        head_dim: int,
+        *,
+        dtype: Any = None,
+        key: jax.Array,
+        **options: Unpack[delta_rule.Keywords],
+    ):
+        """Makes the layer.
 
         Args:
-          seq_lengths, segment_ids: see `jax_attn_bwd.layers.gated_delta_net`, here without batch axes: an int
-            and `[T]`.
+          num_heads, head_dim: see `jax_attn_bwd.layers.kimi_delta_attention`.
+          in_features, options: see `jax_attn_bwd.layers.delta_rule_layers`.
+          dtype: dtype of the parameters.
+          key: a PRNG key for the parameters.
         """
-        return delta_net.apply(self.config, self._parts(), x, None, seq_lengths, segment_ids)[0]
-
-    def init_cache(self, dtype: Any = None) -> GatedDeltaNetCache:
-        """An empty cache for `decode`.
-
-        `dtype` is that of what the convolution reads; None = that of the parameters. For a batch:
-        `jax.vmap(lambda _: layer.init_cache())(jnp.arange(batch))`.
-        """
-        return self.config.empty((), self.in_proj_qkvz.weight.dtype if dtype is None else dtype)
-
-    def decode(
-        self,
-        x: jax.Array,
-        cache: GatedDeltaNetCache,
-        *,
-        seq_lengths: Integers | None = None,
-        segment_ids: Integers | None = None,
-    ) -> tuple[jax.Array, GatedDeltaNetCache]:
-        """The next T tokens of a sequence, of which `cache` has those before: a prompt, or token by token.
-
-        Takes `x [T, in_features]` and the cache that `init_cache` or the call before returned; `seq_lengths`
-        and `segment_ids` as in the call. Returns (out `[T, in_features]`, the cache with these tokens).
-
-        Example:
-          >>> import jax, jax.numpy as jnp
-          >>> from jax_attn_bwd.layers.equinox import GatedDeltaNet
-          >>> layer = GatedDeltaNet(16, 2, 4, 8, 8, key=jax.random.key(0))
-          >>> x, cache = jax.random.normal(jax.random.key(1), (5, 16)), layer.init_cache()
-          >>> prompt, cache = layer.decode(x[:3], cache)
-          >>> last, cache = layer.decode(x[3:], cache)
-          >>> bool(jnp.allclose(jnp.concatenate([prompt, last]), layer(x), atol=1e-5))
-          True
-        """
-        return delta_net.apply(self.config, self._parts(), x, cache, seq_lengths, segment_ids)
-
-    def _parts(self) -> delta_net.Parts:
-        linears = [jax.vmap(x) for x in (self.in_proj_qkvz, self.in_proj_ba, self.out_proj)]
-        arrays = (self.conv1d.weight.T, self.norm.weight, self.dt_bias, self.A_log)
-        parts: Any = (*linears, *arrays)
-        return delta_net.Parts(*parts)
+        sizes = num_heads, head_dim
+        config = kimi_delta_attention.Config.of(sizes, options, in_features=in_features, unbatched=True)
+        self._build(config, dtype, key)
 
 
 def load_torch(layer: _Layer, state: Mapping[str, Any], prefix: str = "") -> _Layer:

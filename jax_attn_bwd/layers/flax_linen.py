@@ -15,8 +15,8 @@ from flax.core import meta
 from jax_attn_bwd._core import checks, keywords, products
 from jax_attn_bwd._core.rotary import Rotary
 from jax_attn_bwd._core.types import Fill, Implementation, Integers, PaddingMode, SamplingMethod, Save
-from jax_attn_bwd.layers import deformable, multi_head
-from jax_attn_bwd.layers import gated_delta_net as delta_net
+from jax_attn_bwd.layers import deformable, gated_delta_net, kimi_delta_attention, multi_head
+from jax_attn_bwd.layers import delta_rule_layers as delta_rule
 from jax_attn_bwd.layers import graph as convs
 from jax_attn_bwd.layers.attention_fn import attention_fn
 from jax_attn_bwd.layers.deformable import encoder_reference_points
@@ -29,6 +29,7 @@ __all__ = [
     "GATConv",
     "GATv2Conv",
     "GatedDeltaNet",
+    "KimiDeltaAttention",
     "MultiHeadAttention",
     "MultiHeadDotProductAttention",
     "MultiScaleDeformableAttention",
@@ -434,9 +435,10 @@ class GatedDeltaNet(keywords.ChecksNames, nn.Module):
     `scale`; `dt_bias`, `A_log`.
 
     Attributes:
-      num_key_heads, num_value_heads, key_head_dim, value_head_dim, conv_kernel_dim, rms_norm_eps,
-        precision, implementation, forward_mode: see `jax_attn_bwd.layers.gated_delta_net`, which also tells
-        what a call takes.
+      num_key_heads, num_value_heads, key_head_dim, value_head_dim: see
+        `jax_attn_bwd.layers.gated_delta_net`.
+      conv_kernel_dim, rms_norm_eps, precision, implementation, forward_mode: see
+        `jax_attn_bwd.layers.delta_rule_layers`, which also tells what a call takes.
       decode: whether calls go on from the variables "conv_state" and "recurrent_state" of "cache", which
         `init` makes: apply it with `mutable=["cache"]`.
       dtype: dtype of the computation; None infers it from inputs and parameters.
@@ -473,37 +475,91 @@ class GatedDeltaNet(keywords.ChecksNames, nn.Module):
         """Computes `[..., T, E]` of `x [..., T, E]`.
 
         Args:
-          seq_lengths, segment_ids: see `jax_attn_bwd.layers.gated_delta_net`.
+          seq_lengths, segment_ids: see `jax_attn_bwd.layers.delta_rule_layers`.
         """
-        # The parameters, made where there are none yet.
         sizes = self.num_key_heads, self.num_value_heads, self.key_head_dim, self.value_head_dim
-        options = {name: getattr(self, name) for name in delta_net.Keywords.__annotations__}
-        config = delta_net.configure(*sizes, options)
-        x = delta_net.tokens(config, x)
-        dense = partial(_dense(self), use_bias=False)
-        linears = {name: dense(width, name=name) for name, width in config.projections.items()}
-        holder = partial(_Holder, param_dtype=self.param_dtype)
-        vector = (self.num_value_heads,), self.param_dtype
-        parts = delta_net.Parts(
-            **linears,
-            out_proj=dense(x.shape[-1], name="out_proj"),
-            conv1d=holder("kernel", config.kernel_shape, delta_net.conv_init, name="conv1d")(),
-            norm=holder("scale", (self.value_head_dim,), nn.initializers.ones, name="norm")(),
-            dt_bias=self.param("dt_bias", delta_net.dt_bias_init, *vector),
-            A_log=self.param("A_log", delta_net.A_log_init, *vector),
-        )
-        if not self.decode:
-            return delta_net.apply(config, parts, x, None, seq_lengths, segment_ids)[0]
-        # A step of decoding; `init` makes the cache, and leaves it empty.
-        steps = self.has_variable("cache", "conv_state")
-        empty = config.empty(x.shape[:-2], x.dtype if self.dtype is None else self.dtype)
-        held = [self.variable("cache", name, lambda x=x: x) for name, x in empty._asdict().items()]
-        cache = delta_net.GatedDeltaNetCache(*(variable.value for variable in held))
-        out, cache = delta_net.apply(config, parts, x, cache, seq_lengths, segment_ids)
-        if steps:
-            for variable, value in zip(held, cache, strict=True):
-                variable.value = value
-        return out
+        return _by_delta_rule(self, gated_delta_net.Config, sizes, x, seq_lengths, segment_ids)
+
+
+class KimiDeltaAttention(keywords.ChecksNames, nn.Module):
+    """Kimi Delta Attention, the linear attention of Kimi Linear, from its projections to its output.
+
+    Parameters: `q_proj`, `k_proj`, `v_proj`, `f_a_proj`, `f_b_proj`, `b_proj`, `g_a_proj`, `g_b_proj`,
+    `o_proj` and `conv1d`, each with `kernel`; `o_norm` with `scale`; `dt_bias`, `A_log`.
+
+    Attributes:
+      num_heads, head_dim: see `jax_attn_bwd.layers.kimi_delta_attention`.
+      conv_kernel_dim, rms_norm_eps, precision, implementation, forward_mode: see
+        `jax_attn_bwd.layers.delta_rule_layers`, which also tells what a call takes.
+      decode: whether calls go on from the variables "conv_state" and "recurrent_state" of "cache", which
+        `init` makes: apply it with `mutable=["cache"]`.
+      dtype: dtype of the computation; None infers it from inputs and parameters.
+      param_dtype: dtype of the parameters.
+      kernel_init: initializer of the projections.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jax_attn_bwd.layers.flax_linen import KimiDeltaAttention
+      >>> layer, x = KimiDeltaAttention(2, 8), jnp.ones((1, 5, 16), "float32")
+      >>> layer.init_with_output(jax.random.key(0), x)[0].shape
+      (1, 5, 16)
+    """
+
+    num_heads: int
+    head_dim: int
+    conv_kernel_dim: int = 4
+    rms_norm_eps: float = 1e-5
+    decode: bool = False
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+    precision: Any = None
+    kernel_init: nn.initializers.Initializer = nn.initializers.xavier_uniform()
+    implementation: Implementation | None = None
+    forward_mode: bool = False
+
+    @nn.compact
+    @keywords.known
+    def __call__(
+        self, x: jax.Array, *, seq_lengths: Integers | None = None, segment_ids: Integers | None = None
+    ) -> jax.Array:
+        """Computes `[..., T, E]` of `x [..., T, E]`.
+
+        Args:
+          seq_lengths, segment_ids: see `jax_attn_bwd.layers.delta_rule_layers`.
+        """
+        sizes = self.num_heads, self.head_dim
+        return _by_delta_rule(self, kimi_delta_attention.Config, sizes, x, seq_lengths, segment_ids)
+
+
+def _by_delta_rule(
+    layer: Any, kind: type[delta_rule.Config], sizes: tuple[int, ...], x: Any, *told: Any
+) -> jax.Array:
+    """Calls a layer around the delta rule, within its compact call."""
+    # The parameters, made where there are none yet.
+    options = {name: getattr(layer, name) for name in delta_rule.Keywords.__annotations__}
+    config = kind.of(sizes, options)
+    x = config.tokens(x)
+    dense, holder = partial(_dense(layer), use_bias=False), partial(_Holder, param_dtype=layer.param_dtype)
+    linears = {name: dense(width, name=name) for name, (_, width) in config.projections.items()}
+    linears[config.out_proj] = dense(x.shape[-1], name=config.out_proj)
+    ones, size = nn.initializers.ones, (config.value_head_dim,)
+    arrays = {
+        "conv1d": holder("kernel", config.kernel_shape, delta_rule.conv_init, name="conv1d")(),
+        config.norm: holder("scale", size, ones, name=config.norm)(),
+    }
+    for name, (width, init) in config.vectors.items():
+        arrays[name] = layer.param(name, init, (width,), layer.param_dtype)
+    if not layer.decode:
+        return config.apply(linears, arrays, x, None, *told)[0]
+    # A step of decoding; `init` makes the cache, and leaves it empty.
+    steps = layer.has_variable("cache", "conv_state")
+    empty = config.empty(x.shape[:-2], x.dtype if layer.dtype is None else layer.dtype)
+    held = [layer.variable("cache", name, lambda x=x: x) for name, x in empty._asdict().items()]
+    out, cache = config.apply(linears, arrays, x, config.cache(*(v.value for v in held)), *told)
+    if steps:
+        for variable, value in zip(held, cache, strict=True):
+            variable.value = value
+    return out
 
 
 class _Holder(nn.Module):

@@ -12,8 +12,8 @@ from flax.nnx.nn import dtypes
 from jax_attn_bwd._core import backend, checks, keywords, masks, products
 from jax_attn_bwd._core.rotary import Rotary
 from jax_attn_bwd._core.types import Implementation, Integers, Save
-from jax_attn_bwd.layers import deformable, multi_head
-from jax_attn_bwd.layers import gated_delta_net as delta_net
+from jax_attn_bwd.layers import deformable, gated_delta_net, kimi_delta_attention, multi_head
+from jax_attn_bwd.layers import delta_rule_layers as delta_rule
 from jax_attn_bwd.layers import graph as convs
 from jax_attn_bwd.layers.attention_fn import attention_fn, is_ours
 from jax_attn_bwd.layers.deformable import encoder_reference_points
@@ -26,6 +26,7 @@ __all__ = [
     "GATConv",
     "GATv2Conv",
     "GatedDeltaNet",
+    "KimiDeltaAttention",
     "MultiHeadAttention",
     "MultiScaleDeformableAttention",
     "TransformerConv",
@@ -466,15 +467,77 @@ class MultiScaleDeformableAttention(keywords.ChecksNames, nnx.Module):
     sampling_locations = deformable.Calls.sampling_locations
 
 
-class GatedDeltaNet(keywords.ChecksNames, nnx.Module):
+class _DeltaRuleLayer(keywords.ChecksNames, nnx.Module):
+    def _build(
+        self, config: delta_rule.Config, *, decode: bool, dtype: Any, kernel_init: Any, **shared: Any
+    ) -> None:
+        """Makes the layer of the arguments of its constructor."""
+        self.config, self.decode, width, C = config, decode, config.in_features, config.channels
+        linear: Any = partial(nnx.Linear, use_bias=False, dtype=dtype, kernel_init=kernel_init, **shared)
+        linear = partial(linear, precision=config.precision)
+        for name, (inner, out) in config.projections.items():
+            setattr(self, name, linear(width if inner is None else inner, out))
+        conv: Any = partial(nnx.Conv, C, C, config.conv_kernel_dim, feature_group_count=C, use_bias=False)
+        self.conv1d = conv(kernel_init=delta_rule.conv_init, **shared)
+        for name, (size, init) in config.vectors.items():
+            drawn = init(shared["rngs"].params(), (size,), shared["param_dtype"])
+            setattr(self, name, nnx.Param(drawn))
+        setattr(self, config.norm, nnx.RMSNorm(config.value_head_dim, **shared))
+        setattr(self, config.out_proj, linear(config.values, width))
+        self.conv_state: nnx.Cache[jax.Array] | None = nnx.data(None)
+        self.recurrent_state: nnx.Cache[jax.Array] | None = nnx.data(None)
+
+    @keywords.known
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        seq_lengths: Integers | None = None,
+        segment_ids: Integers | None = None,
+        decode: bool | None = None,
+    ) -> jax.Array:
+        """Computes `[..., T, in_features]` of `x [..., T, in_features]`.
+
+        Args:
+          seq_lengths, segment_ids: see `jax_attn_bwd.layers.delta_rule_layers`.
+          decode: go on from the cache of `init_cache`; None takes the attribute.
+        """
+        config = self.config
+        linears = {name: getattr(self, name) for name in (*config.projections, config.out_proj)}
+        held = {"conv1d": self.conv1d.kernel, config.norm: getattr(self, config.norm).scale}
+        held |= {name: getattr(self, name) for name in config.vectors}
+        arrays = {name: param[...] for name, param in held.items()}
+        if not (self.decode if decode is None else decode):
+            return config.apply(linears, arrays, x, None, seq_lengths, segment_ids)[0]
+        if self.conv_state is None or self.recurrent_state is None:
+            expected, remedy = "be there to decode", "call init_cache"
+            raise ValueError(checks.message(config.layer, "the cache", expected, None, remedy))
+        cache = config.cache(self.conv_state[...], self.recurrent_state[...])
+        out, cache = config.apply(linears, arrays, x, cache, seq_lengths, segment_ids)
+        self.conv_state[...], self.recurrent_state[...] = cache
+        return out
+
+    def init_cache(self, input_shape: tuple[int, ...], dtype: Any = jnp.float32) -> None:
+        """Makes an empty cache.
+
+        Args:
+          input_shape: of the inputs `[..., T, in_features]`, with any T.
+          dtype: dtype of what the convolution reads.
+        """
+        cache = self.config.empty(input_shape[:-2], dtype)
+        self.conv_state, self.recurrent_state = (nnx.Cache(x) for x in cache)
+
+
+class GatedDeltaNet(_DeltaRuleLayer):
     """Gated DeltaNet, the linear attention of Qwen3-Next, from its projections to its output.
 
     Parameters: `in_proj_qkvz`, `in_proj_ba`, `out_proj`, each an `nnx.Linear`; of `conv1d`, an `nnx.Conv`,
     the kernel and of `norm`, an `nnx.RMSNorm`, the scale; `dt_bias`, `A_log`.
 
     Args:
-      in_features, num_key_heads, num_value_heads, key_head_dim, value_head_dim, options: see
-        `jax_attn_bwd.layers.gated_delta_net`, which also tells what a call takes.
+      num_key_heads, num_value_heads, key_head_dim, value_head_dim: see
+        `jax_attn_bwd.layers.gated_delta_net`.
+      in_features, options: see `jax_attn_bwd.layers.delta_rule_layers`, which also tells what a call takes.
       decode: whether calls go on from the cache of `init_cache`.
       dtype: dtype of the computation; None infers it from inputs and parameters.
       param_dtype: dtype of the parameters.
@@ -503,63 +566,56 @@ class GatedDeltaNet(keywords.ChecksNames, nnx.Module):
         param_dtype: Any = jnp.float32,
         kernel_init: nnx.Initializer = _XAVIER,
         rngs: nnx.Rngs,
-        **options: Unpack[delta_net.Keywords],
+        **options: Unpack[delta_rule.Keywords],
     ):
         sizes = num_key_heads, num_value_heads, key_head_dim, value_head_dim
-        self.config = config = delta_net.configure(*sizes, options, in_features=in_features)
-        self.decode, shared = decode, dict(param_dtype=param_dtype, rngs=rngs)
-        linear: Any = partial(nnx.Linear, use_bias=False, dtype=dtype, kernel_init=kernel_init, **shared)
-        linear = partial(linear, precision=config.precision)
-        self.in_proj_qkvz, self.in_proj_ba = (linear(in_features, n) for n in config.projections.values())
-        C = config.channels
-        conv: Any = partial(nnx.Conv, C, C, config.conv_kernel_dim, feature_group_count=C, use_bias=False)
-        self.conv1d = conv(kernel_init=delta_net.conv_init, **shared)
-        self.dt_bias, self.A_log = (
-            nnx.Param(init(rngs.params(), (num_value_heads,), param_dtype))
-            for init in (delta_net.dt_bias_init, delta_net.A_log_init)
-        )
-        self.norm = nnx.RMSNorm(value_head_dim, **shared)
-        self.out_proj = linear(config.values, in_features)
-        self.conv_state: nnx.Cache[jax.Array] | None = nnx.data(None)
-        self.recurrent_state: nnx.Cache[jax.Array] | None = nnx.data(None)
+        config = gated_delta_net.Config.of(sizes, options, in_features=in_features)
+        shared: Any = dict(dtype=dtype, param_dtype=param_dtype, kernel_init=kernel_init, rngs=rngs)
+        self._build(config, decode=decode, **shared)
 
-    @keywords.known
-    def __call__(
+
+class KimiDeltaAttention(_DeltaRuleLayer):
+    """Kimi Delta Attention, the linear attention of Kimi Linear, from its projections to its output.
+
+    Parameters: `q_proj`, `k_proj`, `v_proj`, `f_a_proj`, `f_b_proj`, `b_proj`, `g_a_proj`, `g_b_proj` and
+    `o_proj`, each an `nnx.Linear`; of `conv1d`, an `nnx.Conv`, the kernel and of `o_norm`, an `nnx.RMSNorm`,
+    the scale; `dt_bias`, `A_log`.
+
+    Args:
+      num_heads, head_dim: see `jax_attn_bwd.layers.kimi_delta_attention`.
+      in_features, options: see `jax_attn_bwd.layers.delta_rule_layers`, which also tells what a call takes.
+      decode: whether calls go on from the cache of `init_cache`.
+      dtype: dtype of the computation; None infers it from inputs and parameters.
+      param_dtype: dtype of the parameters.
+      kernel_init: initializer of the projections.
+      rngs: rng key.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from jax_attn_bwd.layers.flax_nnx import KimiDeltaAttention
+      >>> layer = KimiDeltaAttention(16, 2, 8, rngs=nnx.Rngs(0))
+      >>> layer(jnp.ones((1, 5, 16), "float32")).shape
+      (1, 5, 16)
+    """
+
+    def __init__(
         self,
-        x: jax.Array,
+        in_features: int,
+        num_heads: int,
+        head_dim: int,
         *,
-        seq_lengths: Integers | None = None,
-        segment_ids: Integers | None = None,
-        decode: bool | None = None,
-    ) -> jax.Array:
-        """Computes `[..., T, in_features]` of `x [..., T, in_features]`.
-
-        Args:
-          seq_lengths, segment_ids: see `jax_attn_bwd.layers.gated_delta_net`.
-          decode: go on from the cache of `init_cache`; None takes the attribute.
-        """
-        arrays: Any = (self.conv1d.kernel, self.norm.scale, self.dt_bias, self.A_log)
-        linears = (self.in_proj_qkvz, self.in_proj_ba, self.out_proj)
-        parts = delta_net.Parts(*linears, *(param[...] for param in arrays))
-        if not (self.decode if decode is None else decode):
-            return delta_net.apply(self.config, parts, x, None, seq_lengths, segment_ids)[0]
-        if self.conv_state is None or self.recurrent_state is None:
-            expected, remedy = "be there to decode", "call init_cache"
-            raise ValueError(checks.message("GatedDeltaNet", "the cache", expected, None, remedy))
-        cache = delta_net.GatedDeltaNetCache(self.conv_state[...], self.recurrent_state[...])
-        out, cache = delta_net.apply(self.config, parts, x, cache, seq_lengths, segment_ids)
-        self.conv_state[...], self.recurrent_state[...] = cache
-        return out
-
-    def init_cache(self, input_shape: tuple[int, ...], dtype: Any = jnp.float32) -> None:
-        """Makes an empty cache.
-
-        Args:
-          input_shape: of the inputs `[..., T, in_features]`, with any T.
-          dtype: dtype of what the convolution reads.
-        """
-        cache = self.config.empty(input_shape[:-2], dtype)
-        self.conv_state, self.recurrent_state = (nnx.Cache(x) for x in cache)
+        decode: bool = False,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        kernel_init: nnx.Initializer = _XAVIER,
+        rngs: nnx.Rngs,
+        **options: Unpack[delta_rule.Keywords],
+    ):
+        sizes = num_heads, head_dim
+        config = kimi_delta_attention.Config.of(sizes, options, in_features=in_features)
+        shared: Any = dict(dtype=dtype, param_dtype=param_dtype, kernel_init=kernel_init, rngs=rngs)
+        self._build(config, decode=decode, **shared)
 
 
 def load_torch(layer: nnx.Module, state: Mapping[str, Any], prefix: str = "") -> None:

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 
 from jax_attn_bwd._core import checks, keywords
 from jax_attn_bwd._core.types import Fill, Implementation, Integers, Save
-from jax_attn_bwd.layers import deformable, multi_head
-from jax_attn_bwd.layers import gated_delta_net as delta_net
+from jax_attn_bwd.layers import deformable, gated_delta_net, kimi_delta_attention, multi_head
+from jax_attn_bwd.layers import delta_rule_layers as delta_rule
 from jax_attn_bwd.layers import graph as convs
 from jax_attn_bwd.layers.deformable import encoder_reference_points
 from jax_attn_bwd.layers.torch_weights import loaded
@@ -23,6 +23,7 @@ __all__ = [
     "GATConv",
     "GATv2Conv",
     "GatedDeltaNet",
+    "KimiDeltaAttention",
     "MultiHeadAttention",
     "MultiScaleDeformableAttention",
     "TransformerConv",
@@ -369,15 +370,53 @@ class MultiScaleDeformableAttention(keywords.ChecksNames, hk.Module):
     sampling_locations = deformable.Calls.sampling_locations
 
 
-class GatedDeltaNet(keywords.ChecksNames, hk.Module):
+class _DeltaRuleLayer(keywords.ChecksNames, hk.Module):
+    config: delta_rule.Config
+    decode: bool
+    _w_init: hk.initializers.Initializer
+
+    @keywords.known
+    def __call__(
+        self, x: jax.Array, *, seq_lengths: Integers | None = None, segment_ids: Integers | None = None
+    ) -> jax.Array:
+        """Computes `[..., T, E]` of `x [..., T, E]`.
+
+        Args:
+          seq_lengths, segment_ids: see `jax_attn_bwd.layers.delta_rule_layers`.
+        """
+        # The parameters, made where there are none yet.
+        config, x = self.config, self.config.tokens(x)
+        linear = partial(hk.Linear, with_bias=False, w_init=self._w_init)
+        linears = {name: linear(out, name=name) for name, (_, out) in config.projections.items()}
+        linears[config.out_proj] = linear(x.shape[-1], name=config.out_proj)
+        conv_init, ones = _drawn(delta_rule.conv_init), _drawn(jax.nn.initializers.ones)
+        arrays = {
+            "conv1d": _Holder("conv1d")("w", config.kernel_shape, x.dtype, conv_init),
+            config.norm: _Holder(config.norm)("scale", (config.value_head_dim,), x.dtype, ones),
+        }
+        for name, (size, init) in config.vectors.items():
+            arrays[name] = hk.get_parameter(name, (size,), x.dtype, _drawn(init))
+        if not self.decode:
+            return config.apply(linears, arrays, x, None, seq_lengths, segment_ids)[0]
+        # A step of decoding.
+        empty = config.empty(x.shape[:-2], x.dtype)._asdict()
+        states = (hk.get_state(name, x.shape, x.dtype, jnp.zeros) for name, x in empty.items())
+        out, cache = config.apply(linears, arrays, x, config.cache(*states), seq_lengths, segment_ids)
+        for name, x in cache._asdict().items():
+            hk.set_state(name, x)
+        return out
+
+
+class GatedDeltaNet(_DeltaRuleLayer):
     """Gated DeltaNet, the linear attention of Qwen3-Next, from its projections to its output.
 
     Parameters: `in_proj_qkvz`, `in_proj_ba`, `out_proj` and `conv1d`, each with `w`; `norm` with `scale`;
     `dt_bias`, `A_log`.
 
     Args:
-      num_key_heads, num_value_heads, key_head_dim, value_head_dim, options: see
-        `jax_attn_bwd.layers.gated_delta_net`, which also tells what a call takes.
+      num_key_heads, num_value_heads, key_head_dim, value_head_dim: see
+        `jax_attn_bwd.layers.gated_delta_net`.
+      options: see `jax_attn_bwd.layers.delta_rule_layers`, which also tells what a call takes.
       decode: whether calls go on from Haiku's state "conv_state" and "recurrent_state": use
         `hk.transform_with_state`, whose `init` returns empty ones.
       w_init: initializer of the three projections; Xavier-uniform if None.
@@ -403,44 +442,52 @@ class GatedDeltaNet(keywords.ChecksNames, hk.Module):
         decode: bool = False,
         w_init: hk.initializers.Initializer | None = None,
         name: str | None = None,
-        **options: Unpack[delta_net.Keywords],
+        **options: Unpack[delta_rule.Keywords],
     ):
         super().__init__(name=name)
         sizes = num_key_heads, num_value_heads, key_head_dim, value_head_dim
-        self.config, self.decode = delta_net.configure(*sizes, options), decode
+        self.config, self.decode = gated_delta_net.Config.of(sizes, options), decode
         self._w_init = w_init or _XAVIER
 
-    @keywords.known
-    def __call__(
-        self, x: jax.Array, *, seq_lengths: Integers | None = None, segment_ids: Integers | None = None
-    ) -> jax.Array:
-        """Computes `[..., T, E]` of `x [..., T, E]`.
 
-        Args:
-          seq_lengths, segment_ids: see `jax_attn_bwd.layers.gated_delta_net`.
-        """
-        # The parameters, made where there are none yet.
-        config, x = self.config, delta_net.tokens(self.config, x)
-        linear = partial(hk.Linear, with_bias=False, w_init=self._w_init)
-        heads, size = (config.num_value_heads,), (config.value_head_dim,)
-        parts = delta_net.Parts(
-            **{name: linear(width, name=name) for name, width in config.projections.items()},
-            out_proj=linear(x.shape[-1], name="out_proj"),
-            conv1d=_Holder("conv1d")("w", config.kernel_shape, x.dtype, _drawn(delta_net.conv_init)),
-            norm=_Holder("norm")("scale", size, x.dtype, _drawn(jax.nn.initializers.ones)),
-            dt_bias=hk.get_parameter("dt_bias", heads, x.dtype, _drawn(delta_net.dt_bias_init)),
-            A_log=hk.get_parameter("A_log", heads, x.dtype, _drawn(delta_net.A_log_init)),
-        )
-        if not self.decode:
-            return delta_net.apply(config, parts, x, None, seq_lengths, segment_ids)[0]
-        # A step of decoding.
-        empty = config.empty(x.shape[:-2], x.dtype)._asdict()
-        states = (hk.get_state(name, x.shape, x.dtype, jnp.zeros) for name, x in empty.items())
-        cache = delta_net.GatedDeltaNetCache(*states)
-        out, cache = delta_net.apply(config, parts, x, cache, seq_lengths, segment_ids)
-        for name, x in cache._asdict().items():
-            hk.set_state(name, x)
-        return out
+class KimiDeltaAttention(_DeltaRuleLayer):
+    """Kimi Delta Attention, the linear attention of Kimi Linear, from its projections to its output.
+
+    Parameters: `q_proj`, `k_proj`, `v_proj`, `f_a_proj`, `f_b_proj`, `b_proj`, `g_a_proj`, `g_b_proj`,
+    `o_proj` and `conv1d`, each with `w`; `o_norm` with `scale`; `dt_bias`, `A_log`.
+
+    Args:
+      num_heads, head_dim: see `jax_attn_bwd.layers.kimi_delta_attention`.
+      options: see `jax_attn_bwd.layers.delta_rule_layers`, which also tells what a call takes.
+      decode: whether calls go on from Haiku's state "conv_state" and "recurrent_state": use
+        `hk.transform_with_state`, whose `init` returns empty ones.
+      w_init: initializer of the projections; Xavier-uniform if None.
+      name: name of the module.
+
+    Example:
+      >>> import haiku as hk
+      >>> import jax, jax.numpy as jnp
+      >>> from jax_attn_bwd.layers.haiku import KimiDeltaAttention
+      >>> model = hk.without_apply_rng(hk.transform(lambda x: KimiDeltaAttention(2, 8)(x)))
+      >>> x = jnp.ones((1, 5, 16))
+      >>> model.apply(model.init(jax.random.key(0), x), x).shape
+      (1, 5, 16)
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_dim: int,
+        *,
+        decode: bool = False,
+        w_init: hk.initializers.Initializer | None = None,
+        name: str | None = None,
+        **options: Unpack[delta_rule.Keywords],
+    ):
+        super().__init__(name=name)
+        sizes = num_heads, head_dim
+        self.config, self.decode = kimi_delta_attention.Config.of(sizes, options), decode
+        self._w_init = w_init or _XAVIER
 
 
 class _Holder(hk.Module):

@@ -2,7 +2,8 @@
 
 `load_torch` of a framework puts them into a layer that is built with the options of the PyTorch module: a
 `GATConv`, `GATv2Conv` or `TransformerConv` of PyTorch Geometric, a deformable attention of
-Deformable-DETR, DINO, RT-DETR, mmcv or Hugging Face, or a `GatedDeltaNet` of Qwen3-Next. It takes
+Deformable-DETR, DINO, RT-DETR, mmcv or Hugging Face, a `GatedDeltaNet` of Qwen3-Next, or a
+`KimiDeltaAttention` of Kimi Linear, as published or as in `transformers`. It takes
 
   * `state`: a state dict of NumPy arrays or CPU tensors, with `<prefix>lin.weight`, `<prefix>att_src` ...
   * `prefix`: what stands before these names, with the dot: "convs.0."
@@ -24,6 +25,8 @@ from jax_attn_bwd._core import checks
 # PyTorch Geometric keeps two that it does not use (`share_weights`, no `root_weight`), RT-DETRv2 a constant,
 # which has another name in `transformers`.
 _UNUSED = {"lin_r", "lin_skip", "num_points_scale", "n_points_scale"}
+# The checkpoint of Kimi Linear has three convolutions in the place of one.
+_CONVS = ("q_conv1d", "k_conv1d", "v_conv1d")
 
 
 def from_torch(state: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -90,7 +93,7 @@ def as_array(x: Any) -> jax.Array:
 
 def loaded(params: Mapping[str, Any], state: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     """Returns `params`, the tree of one layer as in linen, with the values of `state` in its own dtypes."""
-    found = from_torch(state, prefix)
+    found = _as_named_here(from_torch(state, prefix))
     found = {name: x for name, x in found.items() if name in params or name not in _UNUSED}
     wanted, given = (_shapes(tree) for tree in (dict(params), found))
     differing = [name for name in wanted | given if wanted.get(name) != given.get(name)]
@@ -100,6 +103,19 @@ def loaded(params: Mapping[str, Any], state: Mapping[str, Any], prefix: str) -> 
         remedy = "build the layer with the options of the PyTorch module"
         raise ValueError(checks.message("load_torch", "state", expected, got, remedy))
     return jax.tree.map(lambda x, y: y.astype(x.dtype), dict(params), found)
+
+
+def _as_named_here(tree: dict[str, Any]) -> dict[str, Any]:
+    """Returns `tree` with the names that a layer of Kimi Linear has here, whichever it was published by."""
+    gate = tree.pop("forget_gate", {})
+    tree = gate | {name.removeprefix("forget_gate."): x for name, x in tree.items()}
+    convs = [tree.get(name, {}) for name in _CONVS]
+    if all(conv.keys() == {"kernel"} for conv in convs):
+        tree = {name: x for name, x in tree.items() if name not in _CONVS}
+        tree["conv1d"] = {"kernel": jnp.concatenate([conv["kernel"] for conv in convs], -1)}
+    if "A_log" in tree:
+        tree["A_log"] = tree["A_log"].reshape(-1)
+    return tree
 
 
 def _shapes(tree: dict[str, Any]) -> dict[str, tuple[int, ...]]:

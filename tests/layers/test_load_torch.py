@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from layers import deformable_cases, gated_delta_net_cases, graph_cases
+from layers import deformable_cases, delta_rule_cases, graph_cases
 from layers.frameworks import (
     FRAMEWORKS,
     RENAMED,
@@ -59,9 +59,7 @@ def load(framework, make, inputs, state, prefix=PREFIX, dtype="float64"):
             names = {new: name for name, new in RENAMED.items()}
             tree[path.rpartition("/")[2]] = {names[p]: x for p, x in flat[path].items()}
         return tree
-    layer = gated_delta_net_cases.of_zeros(
-        lambda: make(layers, dtype=jnp.dtype(dtype), key=jax.random.key(0))
-    )
+    layer = delta_rule_cases.of_zeros(lambda: make(layers, dtype=jnp.dtype(dtype), key=jax.random.key(0)))
     loaded = layers.load_torch(layer, state, prefix)
     assert type(loaded) is type(layer)
     assert loaded.config == layer.config
@@ -115,28 +113,65 @@ def test_deformable_attention(framework):
     assert_all_close(got, tree, 0)
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_gated_delta_net(framework):
-    cases = gated_delta_net_cases
-    state = cases.torch_state(np.random.default_rng(0), PREFIX)
-    own = (cases.E,) if framework in ("flax_nnx", "equinox") else ()
-    make = lambda layers, **more: layers.GatedDeltaNet(*own, *cases.SIZES, **more)
-    got = load(framework, make, (jnp.zeros((1, 3, cases.E)),), state)
-    expected = cases.tree_of({name.removeprefix(PREFIX): x for name, x in state.items()})
-    assert jax.tree.structure(got) == jax.tree.structure(expected)
-    assert_all_close(got, expected, 0)
+def checkpoint_of_kimi_linear(state):
+    """A state dict with the names that we have, as it is published."""
+    state = {**state, "A_log": state["A_log"].reshape(1, 1, -1, 1)}
+    convs = np.split(state.pop("conv1d.weight"), 3)
+    return state | {f"{name}_conv1d.weight": x for name, x in zip("qkv", convs, strict=True)}
+
+
+def transformers_of_kimi_linear(state):
+    """The same as in transformers 5.24."""
+    inside = ("A_log", "dt_bias", "f_a_proj.weight", "f_b_proj.weight")
+    state = {**state, "A_log": state["A_log"].reshape(1, 1, -1, 1)}
+    return {f"forget_gate.{name}" if name in inside else name: x for name, x in state.items()}
+
+
+PUBLISHED = {"gated": (dict,), "kimi": (dict, checkpoint_of_kimi_linear, transformers_of_kimi_linear)}
+
+
+@pytest.mark.parametrize(
+    ("layer", "framework"), [("gated", "flax_linen"), *(("kimi", name) for name in FRAMEWORKS)]
+)
+def test_layers_around_the_delta_rule(layer, framework):
+    case = delta_rule_cases.CASES[layer]
+    state = delta_rule_cases.torch_state(case, np.random.default_rng(0))
+    own = (delta_rule_cases.E,) if framework in ("flax_nnx", "equinox") else ()
+    make = lambda layers, **more: getattr(layers, case.layer)(*own, *case.sizes, **more)
+    inputs, expected = (jnp.zeros((1, 3, delta_rule_cases.E)),), delta_rule_cases.tree_of(state)
+    for named in PUBLISHED[layer] if framework == "flax_nnx" else PUBLISHED[layer][-1:]:
+        published = {PREFIX + name: x for name, x in named(state).items()}
+        got = load(framework, make, inputs, published)
+        assert jax.tree.structure(got) == jax.tree.structure(expected)
+        assert_all_close(got, expected, 0)
+
+
+def test_what_of_a_layer_of_kimi_linear_does_not_fit_is_named():
+    case = delta_rule_cases.KIMI
+    state = checkpoint_of_kimi_linear(delta_rule_cases.torch_state(case, np.random.default_rng(0)))
+    make = lambda layers, **more: layers.KimiDeltaAttention(delta_rule_cases.E, *case.sizes, **more)
+    state = {PREFIX + name: x for name, x in state.items()}
+    wrong = {
+        r"'conv1d\.kernel': \(4, 1, 45\).*got .*'q_conv1d\.kernel': \(4, 1, 15\)": ("k_conv1d.weight", None),
+        r"'q_conv1d\.bias': \(15,\)": ("q_conv1d.bias", np.zeros(15)),
+        r"\{'A_log': \(3,\)\}, got \{'A_log': \(4,\)\}": ("A_log", np.zeros((1, 1, 4, 1))),
+        r"\{'g_b_proj\.bias': None\}, got \{'g_b_proj\.bias': \(15,\)\}": ("g_b_proj.bias", np.zeros(15)),
+    }
+    for message, (name, x) in wrong.items():
+        changed = {n: y for n, y in {**state, PREFIX + name: x}.items() if y is not None}
+        with pytest.raises(ValueError, match=f"load_torch: state must hold .*{message}"):
+            load("flax_nnx", make, (), changed)
 
 
 def test_four_projections_of_qwen3_5_are_fused():
-    cases = gated_delta_net_cases
-    state = cases.torch_state(np.random.default_rng(0), PREFIX)
-    parted = {name: x for name, x in state.items() if "in_proj" not in name}
-    K, H, values = cases.K, cases.H, cases.G * cases.HV
-    qkvz = state[f"{PREFIX}in_proj_qkvz.weight"].reshape(K, -1, cases.E)
-    q, k, v, z = (x.reshape(-1, cases.E) for x in np.split(qkvz, (H, 2 * H, 2 * H + values), 1))
-    ba = state[f"{PREFIX}in_proj_ba.weight"].reshape(K, -1, cases.E)
-    parts = {"qkv": np.concatenate([q, k, v]), "z": z, "b": ba[:, : cases.G], "a": ba[:, cases.G :]}
-    parted |= {f"{PREFIX}in_proj_{name}.weight": x.reshape(-1, cases.E) for name, x in parts.items()}
+    E, case, (K, N, H, HV) = delta_rule_cases.E, delta_rule_cases.GATED, delta_rule_cases.GATED.sizes
+    state = delta_rule_cases.torch_state(case, np.random.default_rng(0), PREFIX)
+    parted, G = {name: x for name, x in state.items() if "in_proj" not in name}, N // K
+    qkvz = state[f"{PREFIX}in_proj_qkvz.weight"].reshape(K, -1, E)
+    q, k, v, z = (x.reshape(-1, E) for x in np.split(qkvz, (H, 2 * H, 2 * H + G * HV), 1))
+    ba = state[f"{PREFIX}in_proj_ba.weight"].reshape(K, -1, E)
+    parts = {"qkv": np.concatenate([q, k, v]), "z": z, "b": ba[:, :G], "a": ba[:, G:]}
+    parted |= {f"{PREFIX}in_proj_{name}.weight": x.reshape(-1, E) for name, x in parts.items()}
     fused = fuse_projections(parted, K, PREFIX)
     assert fused.keys() == state.keys()
     for name, x in state.items():

@@ -89,6 +89,10 @@ def test_every_answer_names_an_argument():
         (layers.flax_linen.GATConv, "num_heads", "write heads=num_heads"),
         (layers.flax_linen.MultiHeadDotProductAttention, "embed_dim", "write qkv_features=embed_dim"),
         (layers.flax_linen.GatedDeltaNet, "causal", "linear attention is causal always"),
+        (layers.flax_nnx.KimiDeltaAttention, "causal", "linear attention is causal always"),
+        (layers.haiku.KimiDeltaAttention, "past_key_values", "decode=True in Flax and Haiku"),
+        (layers.equinox.KimiDeltaAttention, "conv_size", "write conv_kernel_dim=conv_size"),
+        (layers.flax_linen.KimiDeltaAttention, "scale", "queries are scaled by 1 / sqrt(size of a head)"),
     ],
     ids=lambda x: x if isinstance(x, str) else getattr(x, "__name__", "layer"),
 )

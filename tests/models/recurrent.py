@@ -9,9 +9,10 @@ from typing import Any
 import jax.numpy as jnp
 import torch
 from flax import nnx
+from transformers.models.kimi_linear import modeling_kimi_linear as kimi_linear
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen
 
-from jax_attn_bwd.layers.flax_nnx import GatedDeltaNet, load_torch
+from jax_attn_bwd.layers.flax_nnx import GatedDeltaNet, KimiDeltaAttention, load_torch
 from models.compare import Made, Model
 from models.language import EXPERTS, MLA, decoder, randomised, tokens, whole
 
@@ -38,8 +39,26 @@ def delta_rule(ours, original, query, key, value, g, beta, **told):
     return ours(q=query, k=key, v=value, g=g, beta=beta), None
 
 
+KIMI = dict(linear_num_heads=4, linear_head_dim=8)
+
+
+def kimi_layer() -> Made:
+    """A layer of linear attention."""
+    config = dict(hidden_size=32, num_hidden_layers=1, layer_types=["linear_attention"], **KIMI)
+    module = kimi_linear.KimiLinearDeltaAttention(kimi_linear.KimiLinearConfig(**config), 0)
+    torch.nn.init.zeros_(module.forget_gate.dt_bias)  # the whole model fills it
+    return randomised(module), {"hidden_states": tokens(32, 70)}, {}
+
+
+def by_kimi_layer(ours, original, module, hidden_states, **told):
+    sizes = module.num_heads, module.head_dim
+    layer = KimiDeltaAttention(32, *sizes, param_dtype=jnp.float64, rngs=nnx.Rngs(0))
+    load_torch(layer, module.state_dict())
+    return ours(x=hidden_states, layer=layer)
+
+
 def kimi() -> Made:
-    config = dict(linear_num_heads=4, linear_head_dim=8, num_local_experts=2, num_experts_per_tok=1, **MLA)
+    config = dict(num_local_experts=2, num_experts_per_tok=1, **KIMI, **MLA)
     config |= dict(layer_types=["linear_attention", "full_attention"], moe_intermediate_size=16)
     model, _, options = decoder("kimi_linear", **config, num_key_value_heads=4, pad_token_id=0)
     return model, {"inputs_embeds": tokens(32, 70)}, options
@@ -115,8 +134,9 @@ MODELS: dict[str, Model] = {
     ),
     "Qwen3-Next, the rule": Model(qwen3_next, f"{qwen.__name__}:torch_chunk_gated_delta_rule", delta_rule),
     "Kimi Linear": Model(
-        kimi, "transformers.models.kimi_linear.modeling_kimi_linear:chunk_kimi_delta_attention", delta_rule
+        kimi_layer, f"{kimi_linear.__name__}:KimiLinearDeltaAttention.forward", by_kimi_layer, is_layer=True
     ),
+    "Kimi Linear, the rule": Model(kimi, f"{kimi_linear.__name__}:chunk_kimi_delta_attention", delta_rule),
     "Mamba-2": Model(of_mamba2, "transformers.models.mamba2.modeling_mamba2:mamba2_chunk_scan", mamba2),
     "Bamba": Model(of_bamba, "transformers.models.bamba.modeling_bamba:mamba2_chunk_scan", mamba2),
     "MiniMax (lightning attention)": Model(

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec
 
 import jax_attn_bwd as jab
 from jax_attn_bwd.compat import bnns, cugraph
-from jax_attn_bwd.layers.flax_nnx import GATConv, GatedDeltaNet, MultiHeadAttention
+from jax_attn_bwd.layers.flax_nnx import GATConv, GatedDeltaNet, KimiDeltaAttention, MultiHeadAttention
 
 Pair = tuple[jax.Array, jax.Array]
 Three = tuple[jax.Array, jax.Array, jax.Array]
@@ -88,6 +88,7 @@ def frameworks(x: jax.Array, mesh: jax.sharding.Mesh) -> None:
     nnx.MultiHeadAttention(2, 8, attention_fn=causal, rngs=nnx.Rngs(0))(x)
     linear = GatedDeltaNet(8, 2, 4, 4, 4, conv_kernel_dim=2, dtype="float32", rngs=nnx.Rngs(0))
     assert_type(linear(x, seq_lengths=[3], segment_ids=np.zeros(5, int), decode=True), jax.Array)
+    assert_type(KimiDeltaAttention(8, 2, 4, rms_norm_eps=1e-6, rngs=nnx.Rngs(0))(x), jax.Array)
     on_mesh = jab.parallel.attention_fn(mesh, sequence="sequence")
     assert_type(jab.configured_attention_fn(on_mesh, is_causal=True)(x, x, x), jax.Array)
 
