@@ -231,7 +231,5 @@ MODELS: dict[str, Model] = {
         f"{BOLTZ}.triangular_attention.primitives:Attention.forward",
         of_boltz,
     ),
-    "Boltz, pair bias": Model(
-        single_of_boltz, f"{BOLTZ}.attentionv2:AttentionPairBias.forward", of_single
-    ),
+    "Boltz, pair bias": Model(single_of_boltz, f"{BOLTZ}.attentionv2:AttentionPairBias.forward", of_single),
 }
