@@ -1,20 +1,24 @@
 """What other packages make of an operator: `python tests/tools/other_packages.py`, of those installed.
 
-Each tool is a function of a function of one array. It runs on the plain formula, on our call, and where that
-is refused on our call with `forward_mode=True`. A row is what `.docs/pages/other_packages.md` says: "right",
-"forward_mode=True", or the words of a refusal. One that differs from `EXPECTED` is marked, and the exit code
-is 1. With arguments, only the tools whose names hold one of them run.
+Each tool is a function of a function of one array, or of what makes a layer. It runs on the plain formula, on
+our call, and where that is refused on our call with `forward_mode=True`. A row is what
+`.docs/pages/other_packages.md` says: "right", "forward_mode=True", the words of a refusal, or "fails by
+itself", if the tool cannot be imported or takes the plain formula no more than ours. One that differs from
+its expectation is marked, and the exit code is 1. With arguments, only the tools whose names hold one of them
+run.
 """
 
 import contextlib
-import importlib
 import importlib.metadata
+import importlib.util
 import io
 import logging
+import re
 import sys
 import warnings
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,32 +26,6 @@ import numpy as np
 
 import jax_attn_bwd
 
-TOOLS: dict[
-    str, tuple[str, Callable[[Callable[..., Any]], Any]]
-] = {}  # by name: what it needs, and what it does
-EXPECTED = {
-    "quax": "forward_mode=True",
-    "quax, of a gradient": "right",
-    "folx": "forward_mode=True",
-    "uncpy": "forward_mode=True",
-    "equinox noinline": "right",
-    "equinox filter_grad, filter_jit": "right",
-    "lineax": "forward_mode=True",
-    "optimistix fixed point": "forward_mode=True",
-    "optimistix Levenberg-Marquardt": "forward_mode=True",
-    "diffrax explicit": "right",
-    "diffrax implicit": "forward_mode=True",
-    "optax differential privacy": "right",
-    "mpx": "right",
-    "numpyro": "right",
-    "blackjax": "right",
-    "jet": "refused",
-    "checkify": "right",
-    "export": "right",
-    "hessian": "right",
-    "jacfwd": "forward_mode=True",
-    "jax2onnx": "right",
-}
 X = jnp.asarray(np.random.default_rng(0).standard_normal((1, 3, 1, 2)), "float32")
 
 
@@ -60,15 +38,48 @@ def ours(x, **options):
     return jax_attn_bwd.dot_product_attention(x, x, x, **options)
 
 
-def tool(name: str, needs: str = "jax") -> Callable[[Any], Any]:
+def softmax(x, **options):
+    return jax_attn_bwd.scaled_masked_softmax(x, **options)
+
+
+def flax_layer():
+    from flax import nnx
+
+    return nnx.MultiHeadAttention(2, 8, 8, decode=False, rngs=nnx.Rngs(0))
+
+
+def our_layer(**options):
+    from flax import nnx
+
+    from jax_attn_bwd.layers.flax_nnx import MultiHeadAttention
+
+    return MultiHeadAttention(2, 8, 8, decode=False, rngs=nnx.Rngs(0), **options)
+
+
+OF = {"attention": (plain, ours), "softmax": (jax.nn.softmax, softmax), "layer": (flax_layer, our_layer)}
+
+
+class Tool(NamedTuple):
+    """What is run on what, and what is expected."""
+
+    package: str  # what it imports
+    of: str
+    expected: str
+    run: Callable[[Any], Any]
+
+
+TOOLS: dict[str, Tool] = {}
+
+
+def tool(name: str, package: str = "jax", *, of: str = "attention", expected: str = "right"):
     def kept(run):
-        TOOLS[name] = (needs, run)
+        TOOLS[name] = Tool(package, of, expected, run)
         return run
 
     return kept
 
 
-@tool("quax", "quax")
+@tool("quax", "quax", expected="forward_mode=True")
 def _(f):
     import quax
     from quax.examples import lora
@@ -84,7 +95,7 @@ def _(f):
     return quax.quaxify(jax.grad(lambda x: f(x).sum()))(X)
 
 
-@tool("folx", "folx")
+@tool("folx", "folx", expected="forward_mode=True")
 def _(f):
     import folx
 
@@ -106,7 +117,7 @@ def _(f):
     return eqx.filter_jit(eqx.filter_grad(lambda x: (f(x) ** 2).sum()))(X)
 
 
-@tool("lineax", "lineax")
+@tool("lineax", "lineax", expected="forward_mode=True")
 def _(f):
     import lineax
 
@@ -114,7 +125,7 @@ def _(f):
     return lineax.linear_solve(operator, X, lineax.GMRES(1e-6, 1e-6), throw=False).value
 
 
-@tool("optimistix fixed point", "optimistix")
+@tool("optimistix fixed point", "optimistix", expected="forward_mode=True")
 def _(f):
     import optimistix
 
@@ -123,7 +134,7 @@ def _(f):
     return jax.grad(lambda x: (solve(x).value ** 2).sum())(X)
 
 
-@tool("optimistix Levenberg-Marquardt", "optimistix")
+@tool("optimistix Levenberg-Marquardt", "optimistix", expected="forward_mode=True")
 def _(f):
     import optimistix
 
@@ -146,7 +157,7 @@ def _(f):
     return integrated(f, diffrax.Tsit5())
 
 
-@tool("diffrax implicit", "diffrax")
+@tool("diffrax implicit", "diffrax", expected="forward_mode=True")
 def _(f):
     import diffrax
     import optimistix
@@ -172,8 +183,7 @@ def _(f):
     return mpx.filter_grad(loss, scaling)(X)[2]
 
 
-@tool("numpyro", "numpyro")
-def _(f):
+def sampled(f, **options):
     import numpyro
     import numpyro.distributions as dist
     from numpyro.infer import MCMC, NUTS
@@ -182,9 +192,19 @@ def _(f):
         x = numpyro.sample("x", dist.Normal(0, 1).expand([2]))
         numpyro.factor("fit", -(f(X * x) ** 2).sum())
 
-    sampler = MCMC(NUTS(model), num_warmup=5, num_samples=2, progress_bar=False)
+    sampler = MCMC(NUTS(model, **options), num_warmup=5, num_samples=2, progress_bar=False)
     sampler.run(jax.random.PRNGKey(0))
     return sampler.get_samples()["x"]
+
+
+@tool("numpyro", "numpyro")
+def _(f):
+    return sampled(f)
+
+
+@tool("numpyro, forward_mode_differentiation", "numpyro", expected="forward_mode=True")
+def _(f):
+    return sampled(f, forward_mode_differentiation=True)
 
 
 @tool("blackjax", "blackjax")
@@ -197,7 +217,14 @@ def _(f):
     return jax.jit(kernel.step)(jax.random.key(0), state)[0].position
 
 
-@tool("jet")
+@tool("jet", expected="refused")
+def _(f):
+    from jax.experimental import jet
+
+    return jet.jet(f, (X,), ((X, X),))
+
+
+@tool("jet, of softmax", of="softmax", expected="forward_mode=True")
 def _(f):
     from jax.experimental import jet
 
@@ -223,12 +250,143 @@ def _(f):
     return jax.grad(loss)(X), jax.grad(lambda x: (jax.grad(loss)(x) ** 2).sum())(X)
 
 
+@tool("export, vjp_order=0", expected="fails by itself: ValueError: No VJP is available")
+def _(f):
+    exported = jax.export.export(jax.jit(f))(X)
+    restored = jax.export.deserialize(exported.serialize(vjp_order=0))
+    return jax.grad(lambda x: restored.call(x).sum())(X)
+
+
+@tool("jax2tf", "tensorflow")
+def _(f):
+    import tensorflow
+    from jax.experimental import jax2tf
+
+    x, call = tensorflow.constant(X), jax2tf.convert(f, with_gradient=True)
+    with tensorflow.GradientTape() as tape:
+        tape.watch(x)
+        out = call(x)
+        loss = tensorflow.reduce_sum(out**2)
+    return out.numpy(), tape.gradient(loss, x).numpy()
+
+
+@tool("jax2tf, polymorphic_shapes", "tensorflow", expected="fails by itself")
+def _(f):
+    import tensorflow
+    from jax.experimental import jax2tf
+
+    return jax2tf.convert(f, polymorphic_shapes=["(1, n, 1, 2)"])(tensorflow.constant(X)).numpy()
+
+
+@tool("asdex", "asdex")
+def _(f):
+    import asdex
+
+    found = jnp.asarray(asdex.jacobian_sparsity(f, X).todense())
+    return ((found == 0) & (jax.jacrev(f)(X).reshape(found.shape) != 0)).sum()  # entries that it misses
+
+
+@tool("qwix, int8", "qwix", of="layer")
+def _(make):
+    import qwix
+    from flax import nnx
+
+    rule = qwix.QuantizationRule(module_path=".*", weight_qtype=jnp.int8, act_qtype=jnp.int8)
+    model = qwix.quantize_model(make(), qwix.PtqProvider([rule]), jnp.ones((1, 3, 8)))
+    return sum(x.dtype == jnp.int8 for x in jax.tree.leaves(nnx.state(model)))
+
+
+@tool("qwix, LoRA", "qwix", of="layer")
+def _(make):
+    import qwix
+    from flax import nnx
+
+    provider = qwix.LoraProvider(module_path=".*", rank=2, alpha=1.0)
+    model = qwix.apply_lora_to_model(make(), provider, jnp.ones((1, 3, 8)), rngs=nnx.Rngs(0))
+    paths = jax.tree_util.tree_leaves_with_path(nnx.state(model))
+    return sum("lora" in jax.tree_util.keystr(path) for path, _ in paths)
+
+
+@tool("nnx.tabulate", "flax", of="layer")
+def _(make):
+    from flax import nnx
+
+    table = nnx.tabulate(make(), jnp.ones((1, 3, 8)), compute_flops=True)
+    return int(re.findall(r"Total Parameters: (\d+)", table)[0])
+
+
+@tool("nnx.tabulate, compute_vjp_flops", "flax", of="layer", expected="fails by itself")
+def _(make):
+    from flax import nnx
+
+    nnx.tabulate(make(), jnp.ones((1, 3, 8)), compute_vjp_flops=True)
+
+
+@tool("kfac-jax", "kfac_jax", expected="fails by itself")
+def _(f):
+    import kfac_jax
+
+    def loss(w, batch):
+        out = f((batch[0, :, 0] @ w)[None, :, None])[0, :, 0]
+        kfac_jax.register_squared_error_loss(out, jnp.zeros_like(out))
+        return (out**2).sum()
+
+    options = dict(use_adaptive_damping=True, initial_damping=1.0, multi_device=False)
+    optimizer = kfac_jax.Optimizer(
+        jax.value_and_grad(loss), l2_reg=0.0, use_adaptive_learning_rate=True, **options
+    )
+    w, key = jnp.eye(2), jax.random.key(0)
+    return optimizer.step(w, optimizer.init(w, key, X), key, batch=X, global_step_int=0)[0]
+
+
+@tool("neural-tangents", "neural_tangents", expected="fails by itself")
+def _(f):
+    import neural_tangents
+
+    return neural_tangents.empirical_ntk_fn(lambda x, w: f(x * w))(X, None, jnp.float32(1))
+
+
+@tool("grampax", "grampax", expected="fails by itself")
+def _(f):
+    import grampax
+
+    return grampax.autocast(f, jnp.bfloat16)(X)
+
+
+@tool("jaxamp", "jaxamp", expected="fails by itself")
+def _(f):
+    import jaxamp
+
+    return jaxamp.amp(f, compute_dtype=jnp.bfloat16)(X)
+
+
+@tool("qax", "qax", expected="fails by itself")
+def _(f):
+    import qax
+
+    return qax.use_implicit_args(f)(X)
+
+
+@tool("jax-lorax", "lorax", expected="fails by itself")
+def _(f):
+    import lorax
+
+    return lorax.lora(f)(X)
+
+
+@tool("torchax", "torchax", expected="fails by itself")
+def _(f):
+    import torchax.interop
+
+    return torchax.interop.call_jax(f, X)
+
+
 @tool("hessian")
 def _(f):
     return jax.hessian(lambda x: (f(x) ** 2).sum())(X)
 
 
-@tool("jacfwd")
+@tool("jacfwd", expected="forward_mode=True")
 def _(f):
     return jax.jacfwd(f)(X)
 
@@ -244,7 +402,7 @@ def _(f):
     return session.run(None, {session.get_inputs()[0].name: np.asarray(X)})
 
 
-@tool("uncpy", "uncpy")  # the last: its import sets jax_enable_x64
+@tool("uncpy", "uncpy", expected="forward_mode=True")  # the last: its import sets jax_enable_x64
 def _(f):
     import uncpy
 
@@ -252,14 +410,19 @@ def _(f):
     return uncpy.value(found), uncpy.stdunc(found)
 
 
-def outcome(run: Callable[[Any], Any]) -> str:
-    """Returns "right", "forward_mode=True", "wrong", or "refused" and the words."""
-    expected, words = run(plain), ""
+def outcome(tool: Tool) -> str:
+    """Returns "right", "forward_mode=True", "wrong", or "refused" or "fails by itself" and the words."""
+    theirs, call = OF[tool.of]
+    said = lambda error: f"{type(error).__name__}: {str(error).splitlines()[0][:90]}"
+    try:
+        expected, words = tool.run(theirs), ""
+    except Exception as error:
+        return f"fails by itself: {said(error)}"
     for name, options in (("right", {}), ("forward_mode=True", {"forward_mode": True})):
         try:
-            found = run(lambda x, options=options: ours(x, **options))
+            found = tool.run(partial(call, **options))
         except Exception as error:
-            words = words or f"{type(error).__name__}: {str(error).splitlines()[0][:90]}"
+            words = words or said(error)
             continue
         pairs = zip(*map(jax.tree.leaves, (expected, found)), strict=True)
         return name if all(np.allclose(x, y, 1e-2, 4e-3) for x, y in pairs) else "wrong"
@@ -269,31 +432,23 @@ def outcome(run: Callable[[Any], Any]) -> str:
 def main() -> int:
     wrong = 0
     logging.disable(logging.ERROR)
-    for name, (package, run) in TOOLS.items():
+    for name, tool in TOOLS.items():
         if sys.argv[1:] and not any(word in name for word in sys.argv[1:]):
             continue
-        try:
-            importlib.import_module(package)
-            jax.config.update("jax_enable_x64", False)
-        except Exception as error:
-            print(f"{name:34} not here: {type(error).__name__}", flush=True)
+        if importlib.util.find_spec(tool.package) is None:
+            print(f"{name:38} not here", flush=True)
             continue
         try:
-            version = importlib.metadata.version(package)
+            version = importlib.metadata.version(tool.package)
         except importlib.metadata.PackageNotFoundError:
             version = ""
         with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")
-            try:
-                found = outcome(run)
-            except Exception as error:
-                found = f"the plain formula fails: {type(error).__name__}: {str(error)[:200]}"
-        differs = not found.startswith(EXPECTED[name])
+            found = outcome(tool)
+        differs = not found.startswith(tool.expected)
         wrong += differs
-        print(
-            f"{name:34} {version:10} {found}{'   <- EXPECTED ' + EXPECTED[name] if differs else ''}",
-            flush=True,
-        )
+        mark = f"   <- EXPECTED {tool.expected}" if differs else ""
+        print(f"{name:38} {version:10} {found}{mark}", flush=True)
     return int(wrong > 0)
 
 
