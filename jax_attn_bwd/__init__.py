@@ -120,7 +120,9 @@ else:  # a third of the time of importing this package
 
     def __getattr__(name: str) -> ModuleType:
         if name not in _WHEN_NAMED:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+            keywords = importlib.import_module(f"{__name__}._core.keywords")
+            remedy = keywords.ours_for(name)
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}{remedy}")
         return importlib.import_module(f"{__name__}.{name}")
 
     def __dir__() -> list[str]:

@@ -283,6 +283,9 @@ def explain(f: Callable[..., Any], *args: Any, platform: str | None = None, **kw
         mosaic_gpu  cannot run  it needs a Hopper GPU (compute capability 9.0), not NVIDIA A100-SXM4-80GB
         xla         picked      whole rows
     """
+    if not callable(f):
+        remedy = "explain(f, *args, **kwargs) takes the function, and after it what it would be called with"
+        raise TypeError(f"explain: f must be a function, got {type(f).__name__}; {remedy}")
     # arrays are traced, all else is handed over as it is
     leaves, treedef = jax.tree.flatten((args, kwargs))
     traced = [i for i, x in enumerate(leaves) if _is_data(x)]

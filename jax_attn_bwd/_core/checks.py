@@ -71,7 +71,9 @@ def floating(operator: str, argument: str, x: Any) -> jax.Array:
     x = np.asarray(x) if isinstance(x, np.generic) else x
     if not is_array(x) or not jnp.issubdtype(x.dtype, jnp.floating):
         got = f"dtype {x.dtype}" if is_array(x) else type(x).__name__
-        raise TypeError(message(operator, argument, "be a floating-point array", got, _of_torch(argument, x)))
+        remedy = f"what is True or False goes in mask={argument}" if got == "dtype bool" else ""
+        remedy = _of_torch(argument, x, remedy if argument == "bias" else "")
+        raise TypeError(message(operator, argument, "be a floating-point array", got, remedy))
     if x.dtype.itemsize < 2:
         expected = "be of dtype bfloat16, float16, float32 or float64"
         raise TypeError(message(operator, argument, expected, x.dtype, "cast it"))
@@ -177,6 +179,13 @@ def broadcasts(
             remedy = f"write {argument}[:, None, None, :]"
         elif len(target) == 4 and x.shape == (target[0], *target[-2:]):  # of all heads: [B, T, S]
             remedy = f"write {argument}[:, None]"
+        elif len(target) == 4 and x.shape in ((*target[2:], target[1]), (target[0], *target[2:], target[1])):
+            remedy = f"heads stand before tokens: write jnp.moveaxis({argument}, -1, -3)"
+        elif len(target) == x.ndim == 1 and x.shape[0] == target[0] + 1:
+            remedy = (
+                f"from a running sum, cu_seqlens, write jnp.diff({argument}) where each row is a sequence"
+            )
+            remedy += " of its own, segment ids where sequences are packed one after another"
         expected = f"broadcast to {names} = {tuple(target)}"
         raise ValueError(message(operator, argument, expected, x.shape, remedy))
 

@@ -23,6 +23,7 @@ _LEFT_OUT = "leave it out:"
 # answer is `name=word`; an empty name fits every call.
 _WORDS: dict[tuple[str, ...], tuple[tuple[str, str], ...]] = {
     # who sees whom
+    ("mask",): (("attention_mask", "write attention_mask=: True attends"),),
     ("attn_mask", "src_mask", "where"): (
         ("mask", "write mask=: True attends; what is added to the logits is bias"),
         ("attention_mask", "write attention_mask=: True attends"),
@@ -43,7 +44,7 @@ _WORDS: dict[tuple[str, ...], tuple[tuple[str, str], ...]] = {
         ("reference_points", "write mask={word}: True keeps"),
         ("mask", "write mask={word}[:, None, None, :]: True attends"),
     ),
-    ("causal", "use_causal_mask", "causal_mask", "is_decoder", "unidirectional"): (
+    ("causal", "is_causal", "use_causal_mask", "causal_mask", "is_decoder", "unidirectional"): (
         ("is_causal", ""),
         ("use_causal_mask", ""),
         ("log_decay", f"{_LEFT_OUT} linear attention is causal always"),
@@ -75,6 +76,9 @@ _WORDS: dict[tuple[str, ...], tuple[tuple[str, str], ...]] = {
     ("position_ids", "positions", "input_positions", "cache_position"): (
         ("query_positions", "write query_positions= and key_value_positions="),
     ),
+    ("q_offset", "query_offset", "cache_length", "cache_index", "start_pos", "offset"): (
+        ("query_positions", "write query_positions={word} + jnp.arange(T)"),
+    ),
     # logits
     ("scale", "softmax_scale", "sm_scale", "scaling", "scale_factor", "qk_scale"): (
         ("scale", ""),
@@ -94,6 +98,10 @@ _WORDS: dict[tuple[str, ...], tuple[tuple[str, str], ...]] = {
         ("score_bias", ""),
         ("attention_fn", "write attention_fn=configured_attention_fn(bias={word})"),
     ),
+    ("block_mask",): (
+        ("mask_mod", "write mask_mod=, the function that it was made of: tiles are found from it"),
+    ),
+    ("temperature",): (("scale", "write scale=1 / temperature"),),
     ("alibi_slopes",): (("score_mod", "write score_mod=mods.alibi, mod_args=(alibi_slopes,)"),),
     ("sinks", "s_aux", "attn_sink", "learnable_sink"): (("sink", ""),),
     ("rope", "rotary_emb", "position_embeddings", "rotary_dim", "freqs_cis"): (
@@ -144,6 +152,7 @@ _WORDS: dict[tuple[str, ...], tuple[tuple[str, str], ...]] = {
     ("g", "gk", "gate", "decay", "log_g", "g_gamma", "log_f"): (("log_decay", ""),),
     ("head_first", "batch_first"): (("", f"{_LEFT_OUT} batch axes come first, then tokens, then heads"),),
     ("use_qk_l2norm_in_kernel", "qk_l2norm"): (("l2_norm_epsilon", "write l2_norm_epsilon=1e-6"),),
+    ("mode",): (("method", ""), ("log_decay", f"{_LEFT_OUT} what is fastest is chosen here")),
     ("chunk_size", "block_size", "block_sizes", "block_q", "block_k", "block_kv", "num_warps"): (
         ("", f"{_LEFT_OUT} tiles are chosen here"),
     ),
@@ -200,6 +209,9 @@ _WORDS: dict[tuple[str, ...], tuple[tuple[str, str], ...]] = {
         ("use_query_bias", "write use_query_bias=, use_key_bias=, use_value_bias= and use_output_bias="),
         ("sow_weights", "attention_fn=configured_attention_fn(bias=bias), told at construction, adds one"),
     ),
+    ("in_proj_weight", "in_proj_bias", "out_proj_weight", "out_proj_bias"): (
+        ("params", "compat.torch.multi_head_attention_forward takes torch's weights"),
+    ),
     ("add_bias_kv",): (("params", "write params._replace(bias_k=bias_k, bias_v=bias_v)"),),
     ("device",): (("", f"{_LEFT_OUT} arrays lie where jax.device_put put them"),),
     # the inputs
@@ -236,7 +248,7 @@ _WORDS: dict[tuple[str, ...], tuple[tuple[str, str], ...]] = {
     ("n_points", "points", "num_reference_points"): (("num_points", ""),),
     ("input_flatten",): (("value", ""),),
     ("align_corners",): (("method", f"{_LEFT_OUT} pixels lie as with align_corners=False"),),
-    ("mode", "interpolation"): (("method", ""),),
+    ("interpolation",): (("method", ""),),
     # graphs
     ("edge_index", "adj", "adj_t", "g_graph", "edges"): (
         ("graph", "write graph=BipartiteCSC.from_edge_index(edge_index, num_nodes), built once, outside jit"),
@@ -270,13 +282,37 @@ _WORDS: dict[tuple[str, ...], tuple[tuple[str, str], ...]] = {
 }
 # what is said of a call in another order, where it has more arguments by position than are taken
 ORDERS = {
+    "dot_product_attention": "what torch calls attn_mask, dropout_p, is_causal is told by mask=,"
+    " dropout_rate=, is_causal=",
+    "multi_head_attention": "params.query_kernel tells widths and heads, [Eq, N, H]; num_heads= is told where"
+    " there is none",
+    "batch_graphs": "graphs are one list, batch_graphs([a, b])",
     "multi_scale_deformable_attention": "level_start_index is given by name, or left out: it follows from"
     " spatial_shapes",
     "MultiScaleDeformableAttention.__init__": "the number of heads comes first, then the width:"
     " MSDeformAttn(256, 4, 8, 4) of torch, in the order (d_model, n_levels, n_heads, n_points), is"
     " (8, 256, num_levels=4, num_points=4)",
 }
+# what other libraries call a function or a layer, and where it stands here
+_CALLS = {
+    "dot_product_attention": "flash_attention flash_attn_func flex_attention memory_efficient_attention"
+    " scaled_dot_product_attention sdpa splash_attention",
+    "gated_delta_rule": "chunk_gated_delta_rule fused_recurrent_gated_delta_rule",
+    "gated_linear_attention": "chunk_gla chunk_retention chunk_simple_gla linear_attention",
+    "layers.<framework>.{word}": "GATConv GATv2Conv GatedDeltaNet MultiHeadAttention MultiheadAttention"
+    " MultiHeadDotProductAttention MultiScaleDeformableAttention TransformerConv replace_attention",
+    "mods.{word}": "alibi alibi_slopes causal document prefix_lm relative_bias sliding_window",
+    "multi_scale_deformable_attention": "MSDeformAttn MSDeformAttnFunction ms_deform_attn",
+    "parallel.{word}": "all_gather_attention partition_graph ring_attention ulysses_attention",
+    "scaled_masked_softmax": "masked_softmax softmax",
+}
 ELSEWHERE = {word: answers for words, answers in _WORDS.items() for word in words}
+
+
+def ours_for(name: str) -> str:
+    """Returns what to write for a function or a layer of other libraries; empty where nobody knows."""
+    found = [ours for ours, words in _CALLS.items() if name in words.split()]
+    return f"; write jax_attn_bwd.{found[0].format(word=name)}" if found else ""
 
 
 def remedy(name: str, names: Collection[str]) -> str:
@@ -358,17 +394,35 @@ def known(function: F) -> F:
             raise too_many(call, places, len(args))
         return function(*args, **kwargs)
 
+    vars(guarded)["__signature__"] = _shown(signature)
+    return cast(F, guarded)
+
+
+def _shown(signature: inspect.Signature) -> inspect.Signature:
+    """Returns names and defaults of a signature, without types."""
     shown = [
         p if p.kind is p.VAR_KEYWORD else p.replace(annotation=p.empty) for p in signature.parameters.values()
     ]
-    vars(guarded)["__signature__"] = signature.replace(parameters=shown, return_annotation=signature.empty)
-    return cast(F, guarded)
+    return signature.replace(parameters=shown, return_annotation=signature.empty)
+
+
+class _LayerSignature:
+    """What help and tooltips show of a layer's class, its constructor's, and of a layer, its call's.
+
+    The metaclass of Flax NNX would show `(*args, **kwargs)`, dataclasses the types of all their fields.
+    """
+
+    def __get__(self, layer: Any, kind: type) -> inspect.Signature:
+        signature = inspect.signature(getattr(kind, "__init__" if layer is None else "__call__"))
+        _, *others = signature.parameters.values()
+        return _shown(signature.replace(parameters=others))
 
 
 class ChecksNames:
     """Answers a wrong keyword of a layer's constructor, which may be the framework's own."""
 
     __slots__ = ()  # so that a layer of the framework may become one of ours
+    __signature__ = _LayerSignature()
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Makes the layer, or raises."""

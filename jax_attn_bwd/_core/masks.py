@@ -24,7 +24,10 @@ def window(operator: str, value: Any) -> Window | None:
         remedy = checks.static(value)
         raise TypeError(checks.message(operator, "local_window_size", expected, repr(value), remedy))
     if len(pair) != 2 or min(pair) < 0:
-        raise ValueError(checks.message(operator, "local_window_size", expected, repr(value)))
+        remedy = (
+            "None is no window; of a side without a limit it is the sequence's length" if -1 in pair else ""
+        )
+        raise ValueError(checks.message(operator, "local_window_size", expected, repr(value), remedy))
     left, right = (min(int(n), _FARTHEST) for n in pair)
     return left, right
 

@@ -20,7 +20,8 @@ _FRAMEWORKS = {
 
 def __getattr__(name: str) -> ModuleType:
     if name not in _FRAMEWORKS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        frameworks = ", ".join(_FRAMEWORKS)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; layers stand in {frameworks}")
     package, distribution = _FRAMEWORKS[name]
     try:
         return importlib.import_module(f"{__name__}.{name}")

@@ -380,9 +380,7 @@ def configured_attention_fn(
     if wrong := [name for name in options if name not in known]:
         raise keywords.unexpected(_CONFIGURED, wrong[0], known)
     given: dict[str, Any] = {name: x for name, x in options.items() if not is_unset(x)}
-    if not callable(attention_fn):
-        expected = "be a function like jax_attn_bwd.attention_fn"
-        raise TypeError(checks.message(_CONFIGURED, "attention_fn", expected, type(attention_fn).__name__))
+    check_callable(_CONFIGURED, attention_fn)
     for name in {"is_causal", "forward_mode"} & given.keys():
         given[name] = checks.flag(_CONFIGURED, name, given[name])
     checks.repeatable_sums(_CONFIGURED, given.get("deterministic_sums"))
@@ -391,6 +389,13 @@ def configured_attention_fn(
         expected, remedy = "be left out: attention_fn does not take it", "configure jax_attn_bwd.attention_fn"
         raise TypeError(checks.message(_CONFIGURED, name, expected, repr(given[name]), remedy))
     return _Configured(attention_fn, given)
+
+
+def check_callable(operator: str, attention_fn: Any) -> None:
+    """Raises where something else stands in the place of an attention function."""
+    if not callable(attention_fn):
+        expected = "be a function like jax_attn_bwd.attention_fn"
+        raise TypeError(checks.message(operator, "attention_fn", expected, type(attention_fn).__name__))
 
 
 class AttentionFn:

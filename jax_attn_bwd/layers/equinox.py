@@ -132,7 +132,7 @@ class MultiheadAttention(keywords.ChecksNames, eqx.nn.MultiheadAttention):
             Projections other than `equinox.nn.Linear`, or around `process_heads`, have their own.
         """
         arguments = locals()
-        num_heads = checks.integer(_NAME, "num_heads", num_heads, least=1)
+        num_heads = multi_head.number_of_heads(_NAME, num_heads, query_size if qk_size is None else None)
         sizes = query_size, key_size, value_size, output_size, qk_size, vo_size
         biases = use_query_bias, use_key_bias, use_value_bias, use_output_bias
         super().__init__(num_heads, *sizes, *biases, dropout_p, inference, dtype, key=key)

@@ -18,7 +18,7 @@ from jax_attn_bwd._core.types import Fill, Implementation, Integers, PaddingMode
 from jax_attn_bwd.layers import deformable, gated_delta_net, kimi_delta_attention, multi_head
 from jax_attn_bwd.layers import delta_rule_layers as delta_rule
 from jax_attn_bwd.layers import graph as convs
-from jax_attn_bwd.layers.attention_fn import attention_fn
+from jax_attn_bwd.layers.attention_fn import attention_fn, check_callable
 from jax_attn_bwd.layers.deformable import encoder_reference_points
 from jax_attn_bwd.layers.torch_weights import loaded
 from jax_attn_bwd.ops.deformable import multi_scale_deformable_attention
@@ -194,6 +194,7 @@ class MultiHeadDotProductAttention(keywords.ChecksNames, nn.MultiHeadDotProductA
             multi_head.check_room(name, length, index)
         # The caller's attention takes no options; ours takes those of the layer, and the index in the cache.
         if self.attention_fn is not _own_attention or self._einsums():
+            check_callable(name, self.attention_fn)
             if options:
                 expected = f"be left out with an attention_fn or an einsum other than {__name__}'s"
                 raise ValueError(checks.message(name, ", ".join(options), expected, options))

@@ -15,7 +15,7 @@ from jax_attn_bwd._core.types import Implementation, Integers, Save
 from jax_attn_bwd.layers import deformable, gated_delta_net, kimi_delta_attention, multi_head
 from jax_attn_bwd.layers import delta_rule_layers as delta_rule
 from jax_attn_bwd.layers import graph as convs
-from jax_attn_bwd.layers.attention_fn import attention_fn, is_ours
+from jax_attn_bwd.layers.attention_fn import attention_fn, check_callable, is_ours
 from jax_attn_bwd.layers.deformable import encoder_reference_points
 from jax_attn_bwd.layers.multi_head import Tokens
 from jax_attn_bwd.layers.torch_weights import loaded
@@ -152,7 +152,9 @@ class MultiHeadAttention(nnx.MultiHeadAttention, keywords.ChecksNames):
             raise ValueError(checks.message(_NAME, ", ".join(own), expected, tuple(own.values()), remedy))
         if implementation is not None:
             checks.choice(_NAME, "implementation", implementation, backend.NAMES)
-        num_heads = checks.integer(_NAME, "num_heads", num_heads, least=1)
+        check_callable(_NAME, attention_fn)
+        width = in_features if qkv_features is None else None
+        num_heads = multi_head.number_of_heads(_NAME, num_heads, width)
         sizes = dict(num_kv_heads=num_kv_heads, in_kv_features=in_kv_features)
         theirs: dict[str, Any] = {name: x for name, x in sizes.items() if x is not None} | dict(options)
         super().__init__(

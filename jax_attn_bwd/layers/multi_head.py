@@ -91,6 +91,17 @@ class LayerAttentionKeywords(TypedDict, total=False):
     rotary: Rotary | None
 
 
+def number_of_heads(operator: str, num_heads: Any, width: Any) -> int:
+    """Returns `num_heads`; raises where the width that they share stands in its place, as in torch."""
+    num_heads = checks.integer(operator, "num_heads", num_heads, least=1)
+    if isinstance(width, int) and 0 < width < num_heads and num_heads % width == 0:
+        remedy = f"the number of heads comes first, then the width: write ({width}, {num_heads})"
+        raise ValueError(
+            checks.message(operator, "num_heads", f"divide the width, {width}", num_heads, remedy)
+        )
+    return num_heads
+
+
 class Keywords(LayerAttentionKeywords, total=False):
     """Lists what every layer may be given beside what its framework has; `attention_fn` takes all these."""
 

@@ -92,7 +92,9 @@ class Mod:
         """Raises unless `args` hold what the function, given as `argument`, reads."""
         if len(args) != self.num_args:
             expected = f"hold the {self.num_args} that {argument} reads"
-            raise ValueError(checks.message(operator, "mod_args", expected, f"{len(args)}"))
+            names = ", ".join(read.name for read in self.reads if read is not None)
+            remedy = f"write a tuple of {names}" if names else ""
+            raise ValueError(checks.message(operator, "mod_args", expected, f"{len(args)}", remedy))
         for read, x in zip(self.reads, args, strict=False):
             if read is not None:  # else it is not known
                 read.check(operator, x, sizes)

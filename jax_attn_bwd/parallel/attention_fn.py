@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_attn_bwd._core import checks, keywords
 from jax_attn_bwd._core.sharding import reshard_like
@@ -25,6 +25,7 @@ from jax_attn_bwd.parallel.arguments import beginning_at
 from jax_attn_bwd.parallel.sequence import all_gather_attention, ring_attention, ulysses_attention
 
 _NAME = "attention_fn"
+_MESH = "axes are told by batch=, heads= and sequence="
 _KINDS = {"ring": ring_attention, "all_gather": all_gather_attention, "ulysses": ulysses_attention}
 _OF_TOKENS = tuple(name for name, axes in AXES.items() if axes in ("t", "s"))  # ids, then positions
 _OF_BATCH = tuple(name for name, axes in AXES.items() if not axes and name != "batch_number")
@@ -87,6 +88,8 @@ def attention_fn(
       >>> out.shape
       (1, 8, 8)
     """
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        raise TypeError(checks.message(_NAME, "mesh", "be a jax.sharding.Mesh", repr(mesh), _MESH))
     axes = _Axes(
         _names("batch", mesh, batch), _names("heads", mesh, heads), _names("sequence", mesh, sequence)
     )

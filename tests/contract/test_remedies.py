@@ -15,7 +15,17 @@ from jax_attn_bwd.ops.graph.edge_ops import edge_softmax_bwd
 
 GRAPH = jab.BipartiteCSC.from_edge_index(np.array([[0, 1], [1, 2]]), 3)
 X = jnp.ones((3, 4))
+Q, SEEN = jnp.ones((2, 4, 3, 4)), jnp.ones((2, 1, 4, 4), bool)
 Tensor = type("Tensor", (), {"__module__": "torch"})
+
+
+def dense(**options):
+    return jab.dot_product_attention(Q, Q, Q, **options)
+
+
+def deformable(value):
+    points = jnp.ones((1, 1, 4, 1, 1, 2))
+    return jab.multi_scale_deformable_attention(value, ((2, 3),), points, points[..., 0])
 
 
 @pytest.mark.parametrize(
@@ -43,8 +53,23 @@ Tensor = type("Tensor", (), {"__module__": "torch"})
             r"spatial_shapes holds \(H, W\), height before width",
         ),
         (lambda: jab.explain(jnp.dot, X), "calls no operator of jax_attn_bwd"),
+        (lambda: jab.explain(X), r"f must be a function, got .*; explain\(f, \*args"),
+        (lambda: dense(bias=SEEN), "what is True or False goes in mask=bias"),
+        (lambda: jab.dot_product_attention(Q, Q, Q, None, None, 0.1, True), "torch calls .* told by mask="),
+        (lambda: dense(bias=jnp.ones((4, 4, 3))), r"write jnp.moveaxis\(bias, -1, -3\)"),
+        (lambda: dense(local_window_size=(-1, -1)), "None is no window"),
+        (lambda: dense(key_value_seq_lengths=jnp.array([0, 2, 4])), "from a running sum, cu_seqlens, write"),
+        (lambda: dense(logits_soft_cap=0.0), "None is no cap"),
+        (lambda: dense(mask_mod=SEEN), "an array goes in mask$"),
+        (lambda: dense(score_mod=jab.mods.alibi), "write a tuple of the slopes of alibi"),
+        (lambda: jab.multi_head_attention(X, jab.MultiHeadAttentionParams()), "params come first"),
+        (lambda: jab.multi_head_attention({}, X), r"write MultiHeadAttentionParams\(\*\*params\)"),
+        (lambda: deformable(jnp.ones((1, 6, 8))), r"write value.reshape\(B, S, M, D\)"),
+        (lambda: deformable([jnp.ones((1, 8, 2, 3))]), r"from \[B, C, H, W\] write x.transpose"),
+        (lambda: jab.BipartiteCSC.from_edge_index(np.zeros((5, 2), int), 3), "write edge_index.T"),
+        (lambda: jab.batch_graphs(GRAPH, GRAPH), r"batch_graphs\(\[a, b\]\)"),
+        (lambda: jab.parallel.attention_fn("data"), "mesh must be a jax.sharding.Mesh, got 'data'; axes are"),
     ],
-    ids=["torch", "vectors", "kernels", "self-loops", "swapped", "explain"],
 )
 def test_the_remedy_is_named(call, message):
     with pytest.raises((ValueError, TypeError), match=message):
@@ -75,6 +100,19 @@ def test_what_jax_says_of_a_jvp_is_found_in_the_readme():
         jax.jvp(call, (X[:, None],), (X[:, None],))
     of_jax, _ = str(caught.value).split("\n")  # the other line is ours
     assert of_jax.rstrip(".") in (Path(__file__).parents[2] / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "ours"),
+    [
+        (jab, "flash_attention", "write jax_attn_bwd.dot_product_attention"),
+        (jab, "GATConv", "write jax_attn_bwd.layers.<framework>.GATConv"),
+        (jab.layers, "nnx", "layers stand in equinox, flax_linen, flax_nnx"),
+    ],
+)
+def test_names_of_other_libraries(module, name, ours):
+    with pytest.raises(AttributeError, match=f"has no attribute '{name}'; {ours}"):
+        getattr(module, name)
 
 
 def test_heads_in_the_place_of_tokens_warn():

@@ -39,6 +39,10 @@ def keras_layer(**options):
     return layers.keras.MultiHeadAttention(**options)
 
 
+def keras_call(**options):
+    return layers.keras.MultiHeadAttention(2, 4)(X, X, **options)
+
+
 def test_every_answer_names_an_argument():
     """Each name in the table is one of a public function or layer, at construction or in the call."""
     keras = pytest.importorskip("keras")
@@ -76,6 +80,11 @@ def test_every_answer_names_an_argument():
         (jab.scaled_masked_softmax, "dim", "write axis=dim"),
         (jab.multi_head_attention, "need_weights", "write return_weights=need_weights"),
         (jab.multi_head_attention, "is_casual", "Did you mean 'is_causal'?"),
+        (jab.dot_product_attention, "block_mask", "write mask_mod="),
+        (jab.dot_product_attention, "q_offset", "write query_positions=q_offset + jnp.arange(T)"),
+        (jab.scaled_masked_softmax, "temperature", "write scale=1 / temperature"),
+        (jab.multi_head_attention, "in_proj_weight", "compat.torch.multi_head_attention_forward takes"),
+        (jab.gated_delta_rule, "mode", "what is fastest is chosen here"),
         (jab.configured_attention_fn, "window_size", "write local_window_size=(left, right)"),
         (nnx_layer, "causal", "write is_causal=causal"),
         (nnx_layer, "mask", "it is told in the call"),
@@ -85,6 +94,8 @@ def test_every_answer_names_an_argument():
         (equinox_layer().__call__, "training", "write inference=not training"),
         (haiku_call, "dropout", "takes dropout_rate= in the call"),
         (keras_layer, "causal", "write use_causal_mask=causal, in the call"),
+        (keras_call, "mask", "; write attention_mask=: True attends"),
+        (keras_call, "is_causal", "write use_causal_mask=is_causal"),
         (keras_layer, "num_attention_heads", "write num_heads=num_attention_heads"),
         (layers.flax_linen.GATConv, "num_heads", "write heads=num_heads"),
         (layers.flax_linen.MultiHeadDotProductAttention, "embed_dim", "write qkv_features=embed_dim"),
@@ -138,6 +149,23 @@ def test_deformable_attention_in_the_order_of_torch():
     points, value = jnp.full((1, 5, 2), 0.5), jnp.ones((1, 12, 32))
     with pytest.raises(ValueError, match=words):
         layer.init(KEY, jnp.ones((1, 5, 32)), points, value, ((3, 4),))
+
+
+def test_the_order_of_torch_in_a_layer():
+    words = r"num_heads must divide the width, 4, got 64; .*: write \(4, 64\)"
+    with pytest.raises(ValueError, match=words):
+        layers.flax_nnx.MultiHeadAttention(64, 4, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=words):
+        layers.equinox.MultiheadAttention(64, 4, key=KEY)
+    nnx_layer(qkv_features=32)
+
+
+def test_a_name_in_the_place_of_an_attention_function():
+    words = "attention_fn must be a function like jax_attn_bwd.attention_fn, got str"
+    with pytest.raises(TypeError, match=words):
+        nnx_layer(attention_fn="flash")
+    with pytest.raises(TypeError, match=words):
+        linen_call(layers.flax_linen.MultiHeadDotProductAttention(4, attention_fn="flash"))
 
 
 def test_locations_in_bfloat16_warn():
@@ -202,6 +230,15 @@ def test_a_layer_derived_from_ours_may_annotate_its_options():
             super().__init__(*sizes, **options)
 
     assert Derived(4, 16, dropout_p=0.5, key=KEY).dropout.p == 0.5
+
+
+@pytest.mark.parametrize(
+    "shown", [layers.flax_nnx.MultiHeadAttention, layers.flax_linen.GATConv, nnx_layer()]
+)
+def test_what_help_shows_of_a_layer(shown):
+    signature = str(inspect.signature(shown))
+    assert signature.startswith(("(num_heads, in_features, ", "(out_channels, heads=1, ", "(inputs_q, "))
+    assert len(signature) <= 900
 
 
 def test_no_word_is_answered_with_self():

@@ -38,6 +38,17 @@ def test_what_readme_says_is_on_the_pages_with_its_links():
     assert "## " not in shown.replace("### ", "")
 
 
+def test_links_of_the_readme_lead_somewhere():
+    readme = DOCS.parent / "README.md"
+    links = re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", readme.read_text())
+    assert len(links) > 15
+    for path, at in links:
+        target = readme.parent / path if path else readme
+        assert target.exists(), path
+        headings = re.findall(r"^#+ (.*)", target.read_text(), re.MULTILINE) if at else []
+        assert not at or at in [re.sub(r"[^\w -]", "", x.lower()).replace(" ", "-") for x in headings], at
+
+
 def test_the_calls_of_models_name_what_there_is():
     """Public names, and functions of the page; `.ci/extras` runs them beside the models."""
     text = (DOCS / "pages" / "models.md").read_text()

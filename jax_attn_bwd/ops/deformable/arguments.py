@@ -133,7 +133,8 @@ def _value(name: str, value: Any, shapes: Sequence[tuple[int, int]]) -> jax.Arra
         value = checks.floating(name, "value", value)
         if value.ndim != 4 or value.shape[1] != total:
             expected = f"have shape [B, S, M, D] with S = {total}, the pixels of spatial_shapes"
-            raise ValueError(checks.message(name, "value", expected, value.shape))
+            remedy = "write value.reshape(B, S, M, D)" if value.ndim == 3 and value.shape[1] == total else ""
+            raise ValueError(checks.message(name, "value", expected, value.shape, remedy))
         return value
 
     # or a map [B, H, W, M, D] of each, of one dtype and sharded alike
@@ -143,7 +144,12 @@ def _value(name: str, value: Any, shapes: Sequence[tuple[int, int]]) -> jax.Arra
     maps = [checks.floating(name, f"value[{level}]", x) for level, x in enumerate(value)]
     if maps[0].ndim != 5:
         expected = f"have shape [B, H, W, M, D] with [H, W] = {shapes[0]}"
-        raise ValueError(checks.message(name, "value[0]", expected, maps[0].shape))
+        H, W = shapes[0]
+        is_of_torch = maps[0].ndim == 4 and maps[0].shape[2:] == (H, W)
+        remedy = (
+            "from [B, C, H, W] write x.transpose(0, 2, 3, 1).reshape(B, H, W, M, D)" if is_of_torch else ""
+        )
+        raise ValueError(checks.message(name, "value[0]", expected, maps[0].shape, remedy))
     B, M, D = (maps[0].shape[0], *maps[0].shape[3:])
     for level, (x, shape) in enumerate(zip(maps, shapes, strict=True)):
         swapped = x.shape == (B, *reversed(shape), M, D) != (B, *shape, M, D)

@@ -122,7 +122,7 @@ def _soft_cap(operator: str, cap: Any, dtype: Any) -> float | None:
     wide = numerics.accumulator_dtype(dtype)
     cap = checks.python_float(operator, "logits_soft_cap", cap, dtype=wide)
     if cap <= 0:
-        raise ValueError(checks.message(operator, "logits_soft_cap", "be positive", cap))
+        raise ValueError(checks.message(operator, "logits_soft_cap", "be positive", cap, "None is no cap"))
     return None if numerics.soft_cap_is_identity(cap, wide) else cap
 
 

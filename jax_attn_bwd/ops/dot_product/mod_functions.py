@@ -360,8 +360,9 @@ def _traced(operator: str, argument: str, function: Any, shapes: tuple[Any, ...]
     """Returns the jaxpr, of one result; raises unless the function may be static and is pure."""
     # A function of its own, with a hash, that takes what it will be handed.
     if not callable(function):
-        expected = "be a function or None"
-        raise TypeError(checks.message(operator, argument, expected, type(function).__name__))
+        expected, given = "be a function or None", argument.replace("mask_mod", "mask")
+        remedy = f"an array goes in {given.replace('score_mod', 'bias')}" if checks.is_array(function) else ""
+        raise TypeError(checks.message(operator, argument, expected, type(function).__name__, remedy))
     try:
         hash(function)
     except TypeError:

@@ -450,7 +450,8 @@ def _two_rows(operator: str, argument: str, x: Any) -> tuple[np.ndarray, np.ndar
     shapes = [np.shape(row) for row in x] if isinstance(x, tuple | list) else []
     shape = (len(shapes), *shapes[0]) if len(set(shapes)) == 1 else shapes or np.shape(x)
     if len(set(shapes)) > 1 or len(shape) != 2 or shape[0] != 2:
-        raise ValueError(checks.message(operator, argument, "have shape [2, nnz]", shape))
+        remedy = f"write {argument}.T" if len(shape) == 2 and shape[1] == 2 else ""
+        raise ValueError(checks.message(operator, argument, "have shape [2, nnz]", shape, remedy))
     src, dst = (_integers(operator, argument, row) for row in x)
     return src, dst
 

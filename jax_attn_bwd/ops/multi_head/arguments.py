@@ -35,12 +35,12 @@ def prepare(
     rotary, logits_soft_cap, broadcast_dropout, precision, deterministic_sums, deterministic=None,
 ) -> tuple[Options, Operands]:  # fmt: skip
     """Checks every argument of `multi_head_attention`; raises as it says."""
-    # inputs and parameters: of one dtype, with a size for every letter
+    # parameters and inputs: of one dtype, with a size for every letter
+    params = _params(operator, params)
     given = {"query": query, "key": key, "value": value}
     inputs = {n: checks.floating(operator, n, x) for n, x in given.items() if x is not None}
     if "query" not in inputs:
         raise TypeError(checks.message(operator, "query", "be a floating-point array", None))
-    params = _params(operator, params)
     narrow = {n: x for n, x in params._asdict().items() if x is not None and n != "sink"}
     checks.same_dtype(operator, **inputs, **narrow)
     operands = Operands(inputs["query"], inputs.get("key"), inputs.get("value"))
@@ -110,7 +110,8 @@ def times_scale(arrays: dict[str, Any], scale: Any) -> dict[str, Any]:
 def _params(operator: str, params: Any) -> MultiHeadAttentionParams:
     """Checks the parameters, each by itself and which are given together."""
     # dtypes and ranks
-    params, checked = checks.instance(operator, "params", params, MultiHeadAttentionParams), {}
+    remedy = "write MultiHeadAttentionParams(**params)" if isinstance(params, dict) else "params come first"
+    params, checked = checks.instance(operator, "params", params, MultiHeadAttentionParams, remedy), {}
     for name, x in params._asdict().items():
         if x is not None:
             checked[name] = x = checks.floating(operator, f"params.{name}", x)
