@@ -198,7 +198,7 @@ GAT_CASES = (
             (1, 8): {"activation": "scalar"},
             (1, 128): {"activation": "tanh"},
             (8, 16): {"extra": ("edge", "dropout_key"), "dropout_rate": 0.4, "activation": "elu"},
-            (16, 8): {"graph": PADDED, "activation": "relu"},
+            (16, 64): {"graph": PADDED, "activation": "relu"},
         },
         narrow="kernel",
     ),

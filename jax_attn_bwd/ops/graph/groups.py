@@ -316,8 +316,7 @@ def _grouped(
     counts = [xp.maximum(-(-x // side.width), 1) for x, side in zip(degrees, sides, strict=True)]
     rooms = [_most_groups(cut, side) for side in sides]
     parts = [parts_of(xp, x) for x in degrees] if in_segments else []
-    spills = [most_spills(room * side.width) for room, side in zip(rooms, sides, strict=True)]
-    rows = [None if exact else x for x in (*rooms, *spills[: len(parts)])]
+    rows = [None if exact else x for x in (*rooms, *[most_spills(cut.room)] * len(parts))]
     owned = owners_of(xp, [*counts, *parts], rows, in_loop=not cut.in_segments)
 
     groups, cuts = [], []
@@ -339,7 +338,7 @@ def _grouped(
         order = None if cut.in_order or not nodes else _order(xp, first, owner, exact, cut.first_apart)
         groups.append(Groups(owner, other, number, order))
         if in_segments:
-            cuts.append(Cut(first[:-1] * width, degrees[k], total * width, parts[k], *owned[2 + k]))
+            cuts.append(Cut(first[:-1] * width, degrees[k], cut.room, parts[k], *owned[2 + k]))
     return groups, cuts
 
 
@@ -378,14 +377,14 @@ def _levels(count: np.ndarray, rows: int, exact: bool) -> list[SumLevel]:
 
 def segments_of_groups(xp: Any, groups: Groups, nodes: int, capacity: int, exact: bool = False) -> Segments:
     """Cuts edges, in groups by node, into segments; see `segments`."""
-    total, width = groups.other.shape
+    width = groups.other.shape[1]
     first = _starts(xp, groups.node, nodes)
     empty = (groups.number >= capacity).sum(1, dtype=np.int32)  # slots of a group, all at its end
     last = xp.where(first[1:] > first[:-1], empty[xp.maximum(first[1:] - 1, 0)], 0)
     degree = (first[1:] - first[:-1]) * width - last
-    parts, slots = parts_of(xp, degree), total * width
-    (owned,) = owners_of(xp, [parts], [None if exact else most_spills(slots)])
-    return segments(xp, [Cut(first[:-1] * width, degree, slots, parts, *owned)], exact)[0]
+    parts = parts_of(xp, degree)
+    (owned,) = owners_of(xp, [parts], [None if exact else most_spills(capacity)])
+    return segments(xp, [Cut(first[:-1] * width, degree, capacity, parts, *owned)], exact)[0]
 
 
 def _run_owners(xp: Any, cut: Grouping, node: Any) -> Any:

@@ -40,7 +40,7 @@ class Cut(NamedTuple):
 
     first: Any  # int32 [n], the first slot of each
     degree: Any  # int32 [n], how many there are
-    slots: int
+    edges: int  # of all nodes, at most
     parts: Any  # int32 [n], the segments of a node that has several; else 0
     spill: Any  # int32 [n + 1], the first spill of each; behind them where the last node's end
     owner: Any  # int32 [X], as in `Segments`
@@ -52,9 +52,9 @@ def parts_of(xp: Any, degree: Any) -> Any:
     return xp.where(count > 1, count, 0)
 
 
-def most_spills(slots: int) -> int:
-    """Bounds the spills of edges in `slots`."""
-    return 2 * (slots // LENGTH) if slots > LENGTH else 0  # at most 2 d / 256 for d > 256 edges
+def most_spills(edges: int) -> int:
+    """Bounds the spills of so many edges."""
+    return 2 * (edges // LENGTH) if edges > LENGTH else 0  # at most 2 floor(d / 256) for d > 256 edges
 
 
 def segments(xp: Any, cuts: Sequence[Cut], exact: bool) -> list[Segments]:
@@ -82,7 +82,7 @@ def segments(xp: Any, cuts: Sequence[Cut], exact: bool) -> list[Segments]:
     for cut, order in zip(cuts, orders, strict=True):
         node, begin, end, spill = _segment(xp, cut, order)
         spills = len(cut.owner)
-        more = (None, ()) if xp is not np or not spills else tables_of(cut.parts, spills, cut.slots, exact)
+        more = (None, ()) if xp is not np or not spills else tables_of(cut.parts, spills, cut.edges, exact)
         found.append(Segments(node, begin, end, spill if spills else None, cut.owner, *more))
     return found
 
@@ -104,7 +104,7 @@ def _segment(xp: Any, cut: Cut, number: Any) -> tuple[Any, Any, Any, Any]:
     return node, begin, end, spill
 
 
-def tables_of(parts: np.ndarray, spills: int, slots: int, exact: bool) -> tuple[np.ndarray, list[np.ndarray]]:
+def tables_of(parts: np.ndarray, spills: int, edges: int, exact: bool) -> tuple[np.ndarray, list[np.ndarray]]:
     """Finds in which order the `parts` of each node are put together: (the nodes that have some, tables).
 
     A row of the first table names up to 16 spills of one node, a row of the next up to 16 rows of the one
@@ -112,9 +112,9 @@ def tables_of(parts: np.ndarray, spills: int, slots: int, exact: bool) -> tuple[
     together what each row names, where a running sum over the spills takes some for each power of two.
     """
     hubs, nodes = np.flatnonzero(parts), len(parts)
-    count, most = parts[hubs], slots // LENGTH + 1
+    count, most = parts[hubs], edges // LENGTH + 1
     if not exact:  # more than 256 edges each
-        room = slots // LENGTH - len(hubs)
+        room = edges // LENGTH - len(hubs)
         hubs, count = np.append(hubs, nodes + np.arange(room)), np.pad(count, (0, room))
     start, total, tables = np.cumsum(count) - count, spills, []
     most = int(count.max()) if exact else most

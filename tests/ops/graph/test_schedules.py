@@ -43,10 +43,12 @@ def test_what_a_graph_carries_is_small(monkeypatch):
     """Less than what it holds without, and little beside its edges where nodes have some tens of them."""
     monkeypatch.setattr(targets, "platform", lambda: "gpu")
     rng = np.random.default_rng(0)
-    graph = BipartiteCSC.from_coo(rng.integers(0, 1000, 13_000), rng.integers(0, 1000, 13_000), 1000, 1000)
+    src, dst = rng.integers(0, 1000, (2, 13_000))
     size = lambda tree: sum(x.nbytes for x in jax.tree.leaves(tree))
-    assert 0 < size(graph.schedules) < 2 * size(graph.indices)
-    assert 2 * size(graph.schedules) < size(graph)
+    for capacity in (None, 14_000):
+        graph = BipartiteCSC.from_coo(src, dst, 1000, 1000, capacity=capacity)
+        assert 0 < size(graph.schedules) < size(graph.indices)
+        assert 2 * size(graph.schedules) < size(graph)
 
 
 PARTS = ("offsets", "indices", "map_csc_to_coo", "by_destination", "by_source", "schedules")

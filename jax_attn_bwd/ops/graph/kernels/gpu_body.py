@@ -1,8 +1,7 @@
 """The parts of a kernel of graph attention: a `Body`, functions of arrays in registers; inputs; outputs.
 
-Two programs carry bodies out. Rows of 128 numbers and more have a warpgroup for each segment (`gpu_walk`),
-and the registers of a body are `[H]` and `[H, D]`; narrower ones share it (`gpu_lockstep`), and those are
-`[R, H]` and `[R, H, D]`, of R segments. All are float32. What a segment is `segments.py` tells.
+One program carries bodies out (`gpu_walk`): a warpgroup takes R segments, and the registers of a body are
+`[R, H]` and `[R, H, D]`, float32. What a segment is `segments.py` tells.
 """
 
 from collections.abc import Callable
@@ -12,8 +11,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.mosaic.gpu import fragmented_array
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_attn_bwd._core.numerics import segment_sums
 from jax_attn_bwd.ops.graph.groups import Groups, segments_of_groups
@@ -23,8 +20,7 @@ from jax_attn_bwd.ops.graph.loops import Chunk, put, take
 from jax_attn_bwd.ops.graph.segments import Segments
 
 EDGES = 4  # at a time
-ELEMENTS = 512  # of a block of heads, at most
-THREADS = 128  # of a warpgroup
+NUMBERS = 1024  # of the rows of a program's segments: eight a thread of a warpgroup
 WIDTHS = (8, 16, 32, 64, 128, 256)  # of a head
 
 Registers = dict[str, jax.Array]
@@ -93,9 +89,9 @@ class Body:
 
     Attributes:
       name: of the kernel.
-      numbers, rows: what is carried from edge to edge, `[H]` and `[H, D]`: {name: where it starts}.
+      numbers, rows: what is carried from edge to edge, `[R, H]` and `[R, H, D]`: {name: where it starts}.
       step: `(own and shared, edges, factors, carry) -> carry, written`: takes some edges, each a dict of
-        what is read for it, with a scalar or `[R, H]` that is 1, or 0 for what is past the end. `written`
+        what is read for it, with `[R, H]` that is 1, or 0 for what is past the end. `written`
         is, for each edge, what goes to its row.
       finish: what of the carry goes to the node's row.
       out: {name: (dtype, whether it is a row)} of that; None: the carry itself.
@@ -113,7 +109,7 @@ class Body:
     by_segment: tuple[str, ...] = ()
 
     def is_row(self, name: str) -> bool:
-        """Tells whether a part of the carry is `[H, D]`."""
+        """Tells whether a part of the carry is `[R, H, D]`."""
         return name in self.rows
 
 
@@ -135,33 +131,13 @@ class Call(NamedTuple):
 
 
 def heads_of_block(H: int, D: int) -> int:
-    """Returns the heads that one program handles: a power of two."""
-    found = H & -H
-    while found > 1 and found * D > ELEMENTS:
+    """Returns the heads that one program handles: a power of two, whose rows leave room for two segments."""
+    found = H & -H  # Mosaic GPU (JAX 0.12) lowers no arrays of a single segment
+    while found > 1 and 2 * found * D > NUMBERS:
         found //= 2
     return found
 
 
-def is_narrow(H: int, D: int) -> bool:
-    """Tells whether a block of heads is too narrow for a warpgroup of its own."""
-    return heads_of_block(H, D) * D < THREADS
-
-
-def registers(tiles: tuple[tuple[int, ...], ...], warp_dims: tuple, lane_dims: tuple) -> Any:
-    """Returns how a warpgroup holds an array: see `TiledLayout`; a thread's own numbers are the last axis."""
-    found = fragmented_array.TiledLayout(
-        fragmented_array.Tiling(tiles), warp_dims, lane_dims, vector_dim=-1, _check_canonical=False
-    ).canonicalize()
-    return plgpu.Layout.TILED(
-        plgpu.Tiling(tuple(found.tiling.tiles)),
-        warp_dims=found.warp_dims,
-        lane_dims=found.lane_dims,
-        vector_dim=found.vector_dim,
-    )
-
-
 def spread(x: jax.Array, like: jax.Array) -> jax.Array:
-    """Spreads a number of each head over its row, `[..., H]` -> `[..., H, D]`; scalars and rows stay."""
-    if x.ndim in (0, like.ndim):
-        return x
-    return lax.broadcast_in_dim(x, like.shape, tuple(range(x.ndim)))
+    """Spreads a number of each head over its row, `[R, H]` -> `[R, H, D]`; rows stay."""
+    return x if x.ndim == like.ndim else lax.broadcast_in_dim(x, like.shape, (0, 1))

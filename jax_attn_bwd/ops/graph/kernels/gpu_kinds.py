@@ -1,6 +1,6 @@
-"""The kinds of graph attention in registers: the equations of `kinds/`, for one edge and a block of heads.
+"""The kinds of graph attention in registers: the equations of `kinds/`, for a block of heads.
 
-Arrays are `[H]` or `[H, D]`, of several edges `[R, H]` or `[R, H, D]`, float32. tanh is made of exp, whose
+Arrays are `[R, H]` or `[R, H, D]`, of an edge of each of R segments, float32. tanh is made of exp, whose
 approximation by the hardware is good to the last bits; that of tanh itself is not.
 """
 
@@ -44,8 +44,8 @@ class Pulled(NamedTuple):
     src: jax.Array
     dst: jax.Array
     edge: jax.Array
-    handed: jax.Array  # [H]
-    a: Any  # [H, D], gatv2
+    handed: jax.Array  # [R, H]
+    a: Any  # [R, H, D], gatv2
 
 
 def shown(x: Any, seen: jax.Array | None) -> Any:
@@ -61,7 +61,7 @@ def seen_by(read: Registers) -> jax.Array | None:
 
 
 def score(options: Options, ends: Ends, a: Any, read: Registers, seen: jax.Array | None) -> jax.Array:
-    """Computes the score of an edge, `[H]`, with its bias."""
+    """Computes the score of an edge, `[R, H]`, with its bias."""
     if options.kind == "gat":
         s = _activate(options, ends.total)
     elif options.kind == "gatv2":
@@ -72,7 +72,7 @@ def score(options: Options, ends: Ends, a: Any, read: Registers, seen: jax.Array
 
 
 def message(options: Options, ends: Ends, read: Registers, seen: jax.Array | None) -> jax.Array:
-    """Returns x of an edge, `[H, D]`; `read` has the source's, where that is not what the score reads."""
+    """Returns x of an edge, `[R, H, D]`; `read` has the source's, where that is not what the score reads."""
     if options.kind == "gatv2":
         return ends.src
     x = shown(read["message"], seen)
