@@ -149,13 +149,13 @@ def transformer(name, *, K=None, Dv=None, **arguments) -> Case:
 
 
 def _of_kernels(
-    make: Callable[..., Case], *extra: str, heads: dict[tuple[int, int], dict[str, Any]], narrow: str = "wide"
+    make: Callable[..., Case], *extra: str, heads: dict[tuple[int, int], dict[str, Any]]
 ) -> Iterator[Case]:
     """Yields heads that GPU kernels take, `heads` with options; `extra`: arrays beside "edge" and dropout."""
     # scores of the size that layers begin with
     make = make if "score_bias" in extra else partial(make, spread=0.1)
     everything = {"extra": ("edge", "dropout_mask", *extra)}
-    for name, H, D, tag in (("wide", 4, 32, "kernel"), ("narrow", 8, 8, narrow)):
+    for name, H, D, tag in (("wide", 4, 32, "wide"), ("narrow", 8, 8, "kernel")):
         yield make(name, H=H, D=D, graph=PADDED, tags=(tag, "repeat", "poison"), **everything)
         yield make(f"{name} hub", H=H, D=D, graph=hub, tags=("large", "repeat"), **everything)
     for (H, D), options in heads.items():
@@ -200,7 +200,6 @@ GAT_CASES = (
             (8, 16): {"extra": ("edge", "dropout_key"), "dropout_rate": 0.4, "activation": "elu"},
             (16, 64): {"graph": PADDED, "activation": "relu"},
         },
-        narrow="kernel",
     ),
     gat("means", means={"src": 3.0}, **WITH_MEANS),
     *_timed(gat),
