@@ -90,3 +90,19 @@ def test_second_order_of_chunks(kind, form):
 
     expected = curvature(BipartiteCSC.from_coo(*random_edges(nnz=NNZ), 7, 5))
     assert_trees_close(curvature(form(200, 1, 8, ROOM)), expected, 1e-12)
+
+
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=[thorough] * (k != "gatv2")) for k in FUNCTIONS])
+@pytest.mark.parametrize(("dtype", "wider"), [("float32", "float64"), ("bfloat16", "float32")])
+def test_weights_and_edges_may_be_wider_than_features(kind, dtype, wider, form):
+    """In a loop, too, whose sums have one dtype from step to step; each gradient has that of its argument."""
+    graph = form(200, 1, 256, None)
+    arrays = {n: x.astype(dtype) for n, x in inputs(kind, 7, 5, edge=NNZ).items()}
+    arrays |= {n: arrays[n].astype(wider) for n in ("attention_weights", "edge") if n in arrays}
+    found = values_and_gradients(FUNCTIONS[kind][0], arrays, graph=graph)
+    exact = values_and_gradients(
+        FUNCTIONS[kind][0], {n: x.astype("float64") for n, x in arrays.items()}, graph=graph
+    )
+    assert {n: x.dtype for n, x in found.items() if n in arrays} == {n: x.dtype for n, x in arrays.items()}
+    widened = {n: x.astype("float64") for n, x in found.items()}
+    assert_trees_close(widened, exact, {"float32": 1e-5, "bfloat16": 5e-2}[dtype])

@@ -16,7 +16,7 @@ from types import MappingProxyType
 import jax
 import jax.numpy as jnp
 
-from jax_attn_bwd._core.numerics import accumulator_dtype, to_rank, total
+from jax_attn_bwd._core.numerics import to_rank, total
 from jax_attn_bwd.ops.graph.kinds.kind import (
     Edges,
     Kind,
@@ -45,7 +45,7 @@ class GATv2(Kind):
         """Returns the features themselves, and a."""
         H, a = self.options.num_heads, operands.attention_weights
         src, dst, edge = (heads_of(x, H) for x in (operands.src, operands.dst, operands.edge))
-        return src, dst, edge, None if a is None else a.astype(accumulator_dtype(a.dtype)).reshape(H, -1)
+        return src, dst, edge, None if a is None else a.reshape(H, -1)
 
     def score(self, t, rows):
         """Computes <a, act(u)>."""

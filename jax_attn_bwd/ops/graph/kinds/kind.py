@@ -116,6 +116,7 @@ class Kind(ABC):
         bias, mask = operands.score_bias, operands.dropout_mask
         bias = None if bias is None else jnp.broadcast_to(bias.astype(dtype), (E, H))
         mask = None if mask is None else mask.astype(dtype).T
+        a = None if a is None else a.astype(dtype)
         return Tables(src, dst, message, edge, a, bias, mask, *_keys_and_counters(operands, H))
 
     def tables_tangent(self, operands: Operands, tangents: Operands, t: Tables) -> Tables:
@@ -125,6 +126,7 @@ class Kind(ABC):
         if not self.message_is_src:
             value = tangents.src if operands.value is None else tangents.value
             message = heads_of(value, self.options.num_kv_heads)
+        a = None if a is None or t.a is None else a.astype(t.a.dtype)
         return t._replace(src=src, dst=dst, message=message, edge=edge, a=a)
 
     def messages(self, t: Tables) -> Any:
