@@ -299,8 +299,9 @@ _CALLS = {
     " scaled_dot_product_attention sdpa splash_attention",
     "gated_delta_rule": "chunk_gated_delta_rule fused_recurrent_gated_delta_rule",
     "gated_linear_attention": "chunk_gla chunk_retention chunk_simple_gla linear_attention",
-    "layers.<framework>.{word}": "GATConv GATv2Conv GatedDeltaNet MultiHeadAttention MultiheadAttention"
-    " MultiHeadDotProductAttention MultiScaleDeformableAttention TransformerConv replace_attention",
+    "layers.<framework>.{word}": "GATConv GATv2Conv GatedDeltaNet KimiDeltaAttention MultiHeadAttention"
+    " MultiheadAttention MultiHeadDotProductAttention MultiScaleDeformableAttention TransformerConv"
+    " replace_attention",
     "mods.{word}": "alibi alibi_slopes causal document prefix_lm relative_bias sliding_window",
     "multi_scale_deformable_attention": "MSDeformAttn MSDeformAttnFunction ms_deform_attn",
     "parallel.{word}": "all_gather_attention partition_graph ring_attention ulysses_attention",
