@@ -30,6 +30,8 @@ COVERED_BY_KERNEL_TESTS = {
         "plain", "causal_window_cap", "bias_key", "segments_causal", "sink", "dropout", "tiles", "mod_causal",
     ),
     "multi_scale_deformable_attention": ("plain", "discrete", "border", "softmax", "one_pixel"),
+    # half a unit in the last place of its inputs moves the exact gradients by up to 1.8 of float32's limit
+    "gated_delta_rule": ("second_constant",),
 }  # fmt: skip
 
 
@@ -49,10 +51,7 @@ def _marks(operator, implementation: str, case) -> list:
     for_xla = operator.name == "multi_scale_deformable_attention" and case.name != "second"
     linear = operator.name in ("gated_delta_rule", "gated_linear_attention")
     slow = (for_xla and implementation == "mosaic_tpu") or (linear and is_kernel(operator, implementation))
-    marks = [pytest.mark.thorough] if slow else []
-    if (operator.name, implementation, case.name) == ("gated_delta_rule", "mosaic_tpu", "second_constant"):
-        marks.append(pytest.mark.xfail(reason="dbeta errs by 1.2 of its limit", strict=False))
-    return marks
+    return [pytest.mark.thorough] if slow else []
 
 
 pytestmark = pytest.mark.usefixtures("one_device")

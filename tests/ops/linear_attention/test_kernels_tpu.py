@@ -17,14 +17,16 @@ DELTA, LINEAR = (
     next(o for o in OPERATORS if o.name == n) for n in ("gated_delta_rule", "gated_linear_attention")
 )
 FEW = dict(B=(1,), K=1, N=1, state=True)
-OF_LIMIT = {"dlog_decay": 1.5, "dbeta": 1.5}  # what these err by at most, in float32, beside `check`'s limit
+# The largest error of one head is a draw of luck: of 96 draws of 128 tokens 2 to 10 in a hundred exceeded the
+# limit that the definition's error gives, though the medians are alike; of 24 draws of four heads none did.
+FOUR = FEW | dict(B=(4,))
 
 
 def measured(operator, of, dtype="float32"):
     """Checks the kernels' values and gradients beside float64, within twice the definition's errors."""
     with jax.enable_x64(False), pallas.interpreting(NAME):
         for row in check.measure(operator, NAME, of, dtype):
-            assert row.error <= OF_LIMIT.get(row.quantity, 1) * row.limit, row
+            assert row.ok, row
 
 
 @thorough
@@ -40,7 +42,7 @@ def test_named_cases(operator, name):
 @pytest.mark.kernel
 @pytest.mark.parametrize("T", [1, 127, 128, 131, 259])
 def test_tokens_of_whole_and_of_broken_chunks(T):
-    measured(DELTA, case(f"T={T}", T=T, H=64, Hv=64, **FEW, **NORM))
+    measured(DELTA, case(f"T={T}", T=T, H=64, Hv=64, **FOUR, **NORM))
 
 
 @thorough
@@ -55,7 +57,7 @@ def test_channels_over_two_chunks_with_lengths():
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(("K", "N", "H", "Hv"), [(2, 4, 64, 128), (1, 2, 128, 64), (3, 3, 20, 70)])
 def test_heads_that_share_keys_and_sizes_that_are_filled_up(K, N, H, Hv, dtype):
-    measured(DELTA, case("sizes", B=(1,), T=20, K=K, N=N, H=H, Hv=Hv, **NORM), dtype)
+    measured(DELTA, case("sizes", B=(8 // N,), T=20, K=K, N=N, H=H, Hv=Hv, **NORM), dtype)
 
 
 @thorough
@@ -113,7 +115,7 @@ def test_vmap_grad_of_grad_and_states_from_call_to_call():
         out, state = jax.vmap(lambda *x: call(implementation, *x))(q, k, v)
         again = lambda q: (call(implementation, q, k[0], v[0])[0] ** 3).sum()
         hessian = jax.grad(lambda q: (jax.grad(again)(q) ** 2).sum())
-        return out, state, jax.jit(hessian)(q[0])
+        return {"out": out, "state": state, "hessian": jax.jit(hessian)(q[0])}
 
     with pallas.interpreting(NAME):
         got = checked(NAME)
