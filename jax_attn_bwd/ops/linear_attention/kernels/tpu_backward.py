@@ -303,11 +303,12 @@ def _of_shared_decays(
 ) -> jax.Array:
     """Puts the sums of (18) for single tokens in `column`; returns those over pairs, `[1, C]`."""
     query, key = keys.units
-    start, of_pairs = query * pairs.query, pairs.reads * within.reads
+    start = (query * pairs.query).sum(1, keepdims=True)
+    of_pairs = pairs.reads * within.reads
     if pairs.overlaps is not None:
-        start += key * pairs.reader
+        start += (key * pairs.reader).sum(1, keepdims=True)
         of_pairs += pairs.overlaps * within.overlaps
-    start, end = (x.sum(1, keepdims=True) for x in (start, key * pairs.read))
+    end = (key * pairs.read).sum(1, keepdims=True)
     passed = jnp.broadcast_to(pairs.passed.sum(0, keepdims=True), (CHUNK, 1))
     column |= {"start": start, "end": end, "passed": passed}
     return _across_token(chunks, of_pairs)
@@ -357,21 +358,20 @@ def _of_keys(
     found, of, (dq, dk, reads, overlaps) = {}, partial(product, chunks), share
     if "query" in wanted:
         dq = dq if reads is None else dq + of(reads * keys.key_norm_row, keys.key)
-        dq = _across_unit(chunks, keys.query, keys.query_norm, dq, chunks.options.scale)
-        found["query"] = keys.query_factor * dq
+        found["query"] = _through_norm(chunks, keys.query, keys.query_norm, dq, chunks.options.scale)
     yield
     if "key" in wanted:
         dk = dk if reads is None else dk + of(reads * keys.query_norm, keys.query, (0, 0))
         yield
         if overlaps is not None:
             dk += of((overlaps + overlaps.T) * keys.key_norm_row, keys.key)
-        found["key"] = keys.key_factor * _across_unit(chunks, keys.key, keys.key_norm, dk)
+        found["key"] = _through_norm(chunks, keys.key, keys.key_norm, dk)
     return found
 
 
-def _across_unit(chunks: Chunks, x: jax.Array, norm: Any, d: jax.Array, scale: float = 1.0) -> jax.Array:
-    """Takes from rows `d` what lies along `norm` times `x`, of length `scale`, where these are normalized."""
-    if chunks.options.l2_norm_epsilon is None or scale == 0:
-        return d
-    unit = (norm / scale) * chunk.wide(x)
-    return d - unit * (unit * d).sum(1, keepdims=True)
+def _through_norm(chunks: Chunks, x: jax.Array, norm: Any, d: jax.Array, scale: float = 1.0) -> jax.Array:
+    """Returns the gradient of rows `x` from that of `norm` times them, of length `scale` where normalized."""
+    if chunks.options.l2_norm_epsilon is not None and scale != 0:
+        normed = (norm / scale) * chunk.wide(x)
+        d = d - normed * (normed * d).sum(1, keepdims=True)
+    return norm * d

@@ -25,20 +25,16 @@ from jax_attn_bwd.ops.linear_attention.kernels.tpu_chunks import (
     product,
 )
 
-_SMALL = 2.0**-96  # what rows are multiplied by whose squares might overflow
-
 
 @dataclass(frozen=True)
 class KeyHead:
     """The queries and keys of one key head; what normalizing multiplies by stays a factor of its own."""
 
-    query: jax.Array  # as it is given but for powers of two, 0 where it is not seen, [C, H]
+    query: jax.Array  # as it is given, 0 where it is not seen, [C, H]
     key: jax.Array
     query_norm: Any  # [C, 1], or 1; with the scale
     key_norm: Any
     key_norm_row: Any  # [1, C]
-    query_factor: Any  # `query_norm` times the power of two: what multiplies rows as they are given
-    key_factor: Any
     reads: Any  # <q_i, k_j>, [C, C]; None with decays of channels, as the next
     overlaps: Any  # <k_i, k_j> for j < i, else 0; None without a delta rule
 
@@ -55,18 +51,16 @@ class KeyHead:
         of_query: Any = options.scale
         of_key: Any = 1.0
         row: Any = 1.0
-        factors: tuple[Any, Any] = (of_query, of_key)
         if options.l2_norm_epsilon is not None:
-            query, query_power, of_query = _norm(query, options.l2_norm_epsilon)
-            key, key_power, of_key = _norm(key, options.l2_norm_epsilon)
-            of_query, row = options.scale * of_query, tpu.as_rows(of_key)[:1]
-            factors = query_power * of_query, key_power * of_key
+            of_key = _norm(key, options.l2_norm_epsilon)
+            of_query = options.scale * _norm(query, options.l2_norm_epsilon)
+            row = tpu.as_rows(of_key)[:1]
         reads = overlaps = None
         if not chunks.of_channels:
             reads = product(chunks, query, key, (1, 1)) * (of_query * row)
             if options.is_delta:
                 overlaps = strictly_lower(product(chunks, key, key, (1, 1)) * (of_key * row))
-        return cls(query, key, of_query, of_key, row, *factors, reads, overlaps)
+        return cls(query, key, of_query, of_key, row, reads, overlaps)
 
 
 def read_keys(
@@ -88,13 +82,9 @@ def read_value(
     return of, tpu.seen(chunks, numbers[1], ref[:, of])
 
 
-def _norm(x: jax.Array, epsilon: float) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns rows times powers of two, the powers, and what normalizes these rows, as `layout.unit` does."""
-    squares = lambda x: (wide(x) * wide(x)).sum(1, keepdims=True)
-    is_large = squares(x) > 1 / _SMALL
-    power = jnp.where(is_large, jnp.float32(_SMALL), 1)
-    x = (wide(x) * power).astype(x.dtype)
-    return x, power, lax.rsqrt(squares(x) + jnp.where(is_large, epsilon * _SMALL**2, epsilon))
+def _norm(x: jax.Array, epsilon: float) -> jax.Array:
+    x = wide(x)
+    return lax.rsqrt((x * x).sum(1, keepdims=True) + epsilon)
 
 
 def wide(x: jax.Array) -> jax.Array:
