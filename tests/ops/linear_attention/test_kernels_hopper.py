@@ -35,7 +35,7 @@ def test_what_is_refused_says_why():
     assert refusal(LINEAR, T=0) == "there is nothing to compute"
 
 
-def test_it_runs_by_name_alone(unproven):
+def test_it_runs_by_name_alone():
     """Other kernels of Hopper have run on a chip; these have not."""
     arrays = case("", T=64, H=64, Hv=64).arrays("bfloat16")
     reasons = jab.explain(DELTA.call, **arrays, platform="H100")
