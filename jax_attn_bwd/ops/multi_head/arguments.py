@@ -35,12 +35,14 @@ def prepare(
     rotary, logits_soft_cap, broadcast_dropout, precision, deterministic_sums, deterministic=None,
 ) -> tuple[Options, Operands]:  # fmt: skip
     """Checks every argument of `multi_head_attention`; raises as it says."""
-    # parameters and inputs: of one dtype, with a size for every letter
-    params = _params(operator, params)
+    # inputs and parameters: of one dtype, with a size for every letter
+    remedy = "write MultiHeadAttentionParams(**params)" if isinstance(params, dict) else "params come first"
+    params = checks.instance(operator, "params", params, MultiHeadAttentionParams, remedy)
     given = {"query": query, "key": key, "value": value}
     inputs = {n: checks.floating(operator, n, x) for n, x in given.items() if x is not None}
     if "query" not in inputs:
         raise TypeError(checks.message(operator, "query", "be a floating-point array", None))
+    params = _params(operator, params)
     narrow = {n: x for n, x in params._asdict().items() if x is not None and n != "sink"}
     checks.same_dtype(operator, **inputs, **narrow)
     operands = Operands(inputs["query"], inputs.get("key"), inputs.get("value"))
@@ -107,11 +109,10 @@ def times_scale(arrays: dict[str, Any], scale: Any) -> dict[str, Any]:
     return arrays | {name: head_scale.times(x, scale) for name, x in given.items() if x is not None}
 
 
-def _params(operator: str, params: Any) -> MultiHeadAttentionParams:
+def _params(operator: str, params: MultiHeadAttentionParams) -> MultiHeadAttentionParams:
     """Checks the parameters, each by itself and which are given together."""
     # dtypes and ranks
-    remedy = "write MultiHeadAttentionParams(**params)" if isinstance(params, dict) else "params come first"
-    params, checked = checks.instance(operator, "params", params, MultiHeadAttentionParams, remedy), {}
+    checked = {}
     for name, x in params._asdict().items():
         if x is not None:
             checked[name] = x = checks.floating(operator, f"params.{name}", x)

@@ -287,7 +287,7 @@ def _again_kernel(
 # ---- the gradients of all chunks, side by side
 
 
-class _Tiles(NamedTuple):
+class _ChunkMemory(NamedTuple):
     """What a chunk's gradients are made of, in shared memory."""
 
     query: Any  # [CHUNK, H]
@@ -319,7 +319,7 @@ def _gradients(
     is_delta, lines, line = options.is_delta, 2 if options.is_delta else 1, plgpu.SMEM((CHUNK,), jnp.float32)
     of_delta = rows if is_delta else None
     scratch = dict(
-        at=_Tiles(
+        at=_ChunkMemory(
             query=wide,
             key=wide,
             value=of_delta,
@@ -388,7 +388,7 @@ def _gradients_kernel(
         plgpu.wait_smem_to_gmem(0)
 
 
-def _of_queries(options: Options, at: _Tiles, refs: Any, here: Any, has_reads: Any, spare: Any) -> None:
+def _of_queries(options: Options, at: _ChunkMemory, refs: Any, here: Any, has_reads: Any, spare: Any) -> None:
     """Writes dq, the planes of X, and its share of (18)."""
     (dout, _, u, state, _), (row, column) = at.given, tiles.position()
     rows = tiles.numbers(at.of_rows, ROWS)
@@ -415,7 +415,7 @@ def _of_queries(options: Options, at: _Tiles, refs: Any, here: Any, has_reads: A
 
 
 def _of_keys(
-    options: Options, at: _Tiles, refs: Any, here: Any, has_reads: Any, has_sums: Any, spare: Any
+    options: Options, at: _ChunkMemory, refs: Any, here: Any, has_reads: Any, has_sums: Any, spare: Any
 ) -> None:
     """Writes dk and the lines."""
     (_, corrections, u, state, dstate), (row, column) = at.given, tiles.position()

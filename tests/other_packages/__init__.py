@@ -1,0 +1,1 @@
+"""What packages that transform, read or export a function make of ours."""
