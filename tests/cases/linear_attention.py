@@ -49,8 +49,8 @@ def _both(**delta):
         case("second_constant", decay="constant", **_SMALL, **delta),
         case("shard", state=True, lengths=(9, 4, 0, 7), **_SHARD, **delta),
         case("shard_constant", decay="constant", segments=2, **_SHARD, **delta),
-        case("H=128", state=True, **_ON_TPUS, **delta),
-        case("H=128, channels", decay="channel", **_ON_TPUS, **delta),
+        case("keys of 128", state=True, **_ON_TPUS, **delta),
+        case("keys of 128, channels", decay="channel", **_ON_TPUS, **delta),
     )
 
 
