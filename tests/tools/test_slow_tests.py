@@ -12,6 +12,10 @@ def test_names_stand_once_and_in_order():
     assert sorted(set(NAMES)) == NAMES
 
 
+def test_each_file_exists():
+    assert {name for name in NAMES if not (ROOT / name.split("::")[0]).is_file()} == set()
+
+
 def test_each_name_is_that_of_a_test(pytestconfig, all_names):
     """Of the files that this run collects whole; a docstring's example is a test, too."""
     if any("::" in name for name in pytestconfig.args):
