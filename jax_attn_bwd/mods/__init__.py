@@ -10,9 +10,9 @@ is compiled once.
 it is skipped.
 
 Example:
-  >>> import jax, jax.numpy as jnp
+  >>> import jax.numpy as jnp, numpy as np
   >>> from jax_attn_bwd import dot_product_attention, mods
-  >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 16, 4, 8))
+  >>> q, k, v = np.random.default_rng(0).standard_normal((3, 2, 16, 4, 8))
   >>> ids = jnp.repeat(jnp.arange(4, dtype=jnp.int32), 4)  # four packed documents
   >>> out = dot_product_attention(q, k, v, mask_mod=mods.causal & mods.document, mod_args=(ids,))
   >>> out.shape

@@ -49,9 +49,9 @@ def alibi(logits: Any, batch: Any, head: Any, row: Any, column: Any, slopes: Any
     """`logits - slope |row - column|`. Reads `slopes`, floating `[N]`, which have a gradient.
 
     Example:
-      >>> import jax
+      >>> import jax, numpy as np
       >>> from jax_attn_bwd import dot_product_attention, mods
-      >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 16, 4, 8))
+      >>> q, k, v = np.random.default_rng(0).standard_normal((3, 2, 16, 4, 8))
       >>> attend = lambda slopes: dot_product_attention(q, k, v, score_mod=mods.alibi, mod_args=(slopes,))
       >>> jax.grad(lambda slopes: attend(slopes).sum())(mods.alibi_slopes(4)).shape
       (4,)
@@ -79,9 +79,9 @@ def static_alibi(num_heads: int) -> Score:
     """`alibi` with the slopes of the paper: it reads no array.
 
     Example:
-      >>> import jax
+      >>> import numpy as np
       >>> from jax_attn_bwd import dot_product_attention, mods
-      >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 16, 4, 8))
+      >>> q, k, v = np.random.default_rng(0).standard_normal((3, 2, 16, 4, 8))
       >>> dot_product_attention(q, k, v, score_mod=mods.static_alibi(4)).shape
       (2, 16, 4, 8)
     """
@@ -119,9 +119,9 @@ def relative_bias(max_distance: int) -> Score:
     the column d after the row.
 
     Example:
-      >>> import jax, jax.numpy as jnp
+      >>> import jax, jax.numpy as jnp, numpy as np
       >>> from jax_attn_bwd import dot_product_attention, mods
-      >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 16, 4, 8))
+      >>> q, k, v = np.random.default_rng(0).standard_normal((3, 2, 16, 4, 8))
       >>> near = mods.relative_bias(8)
       >>> attend = lambda table: dot_product_attention(q, k, v, score_mod=near, mod_args=(table,))
       >>> jax.grad(lambda table: attend(table).sum())(jnp.zeros((4, 17))).shape

@@ -106,14 +106,14 @@ def gated_delta_rule(
         `check_vma=False`; and as `jax_attn_bwd.gated_delta_rule`.
 
     Example:
-      >>> import jax
+      >>> import jax, numpy as np
       >>> from functools import partial
       >>> from jax.sharding import PartitionSpec as P
       >>> from jax_attn_bwd.parallel import gated_delta_rule
       >>> mesh, tokens = jax.sharding.Mesh(jax.devices()[:1], ("sequence",)), P(None, "sequence")
       >>> rule = partial(gated_delta_rule, axis_name="sequence", l2_norm_epsilon=1e-6)
       >>> rule = jax.shard_map(rule, mesh=mesh, in_specs=(tokens,) * 5, out_specs=tokens)
-      >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 16, 4, 8))
+      >>> q, k, v = np.random.default_rng(0).standard_normal((3, 2, 16, 4, 8))
       >>> jax.jit(rule)(q, k, v, -abs(q[..., 0]), abs(k[..., 0])).shape
       (2, 16, 4, 8)
     """
@@ -148,14 +148,14 @@ def gated_linear_attention(
     Arguments, results, gradients and errors are those of `parallel.gated_delta_rule`, without `beta`.
 
     Example:
-      >>> import jax
+      >>> import jax, numpy as np
       >>> from functools import partial
       >>> from jax.sharding import PartitionSpec as P
       >>> from jax_attn_bwd.parallel import gated_linear_attention
       >>> mesh, tokens = jax.sharding.Mesh(jax.devices()[:1], ("sequence",)), P(None, "sequence")
       >>> attend = partial(gated_linear_attention, axis_name="sequence")
       >>> attend = jax.shard_map(attend, mesh=mesh, in_specs=(tokens,) * 3, out_specs=tokens)
-      >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 16, 4, 8))
+      >>> q, k, v = np.random.default_rng(0).standard_normal((3, 2, 16, 4, 8))
       >>> jax.jit(attend)(q, k, v).shape
       (2, 16, 4, 8)
     """
@@ -191,14 +191,14 @@ def dplr_linear_attention(
     `erase_query` for `beta`.
 
     Example:
-      >>> import jax
+      >>> import jax, numpy as np
       >>> from functools import partial
       >>> from jax.sharding import PartitionSpec as P
       >>> from jax_attn_bwd.parallel import dplr_linear_attention
       >>> mesh, tokens = jax.sharding.Mesh(jax.devices()[:1], ("sequence",)), P(None, "sequence")
       >>> attend = partial(dplr_linear_attention, axis_name="sequence")
       >>> attend = jax.shard_map(attend, mesh=mesh, in_specs=(tokens,) * 6, out_specs=tokens)
-      >>> q, k, v, a = jax.random.normal(jax.random.key(0), (4, 2, 16, 4, 8)) / 3
+      >>> q, k, v, a = np.random.default_rng(0).standard_normal((4, 2, 16, 4, 8)) / 3
       >>> jax.jit(attend)(q, k, v, -abs(a), a, a).shape
       (2, 16, 4, 8)
     """

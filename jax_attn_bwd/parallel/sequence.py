@@ -128,12 +128,12 @@ def ring_attention(
       TypeError, NotImplementedError: as `dot_product_attention`.
 
     Example:
-      >>> import jax
+      >>> import jax, numpy as np
       >>> from functools import partial
       >>> from jax.sharding import PartitionSpec as P
       >>> from jax_attn_bwd.parallel import ring_attention
       >>> mesh = jax.make_mesh((1,), ("sequence",))  # as many devices as there are
-      >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 16, 4, 8))
+      >>> q, k, v = np.random.default_rng(0).standard_normal((3, 2, 16, 4, 8))
       >>> tokens = P(None, "sequence")
       >>> attend = partial(ring_attention, axis_name="sequence", is_causal=True)
       >>> attend = jax.shard_map(attend, mesh=mesh, in_specs=(tokens,) * 3, out_specs=tokens)
@@ -164,13 +164,13 @@ def all_gather_attention(
     Arguments (`SequenceKeywords`), results, gradients and errors are those of `ring_attention`.
 
     Example:
-      >>> import jax
+      >>> import jax, numpy as np
       >>> from functools import partial
       >>> from jax.sharding import PartitionSpec as P
       >>> from jax_attn_bwd.parallel import all_gather_attention
       >>> mesh, tokens = jax.sharding.Mesh(jax.devices()[:1], ("sequence",)), P(None, "sequence")
       >>> attend = partial(all_gather_attention, axis_name="sequence", local_window_size=(4, 0))
-      >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 16, 4, 8))
+      >>> q, k, v = np.random.default_rng(0).standard_normal((3, 2, 16, 4, 8))
       >>> attend = jax.shard_map(attend, mesh=mesh, in_specs=(tokens,) * 3, out_specs=tokens)
       >>> jax.jit(attend)(q, k, v).shape
       (2, 16, 4, 8)
@@ -199,14 +199,14 @@ def ulysses_attention(
     * A ValueError is raised also where n does not divide the key heads.
 
     Example:
-      >>> import jax
+      >>> import jax, numpy as np
       >>> from functools import partial
       >>> from jax.sharding import PartitionSpec as P
       >>> from jax_attn_bwd.parallel import ulysses_attention
       >>> mesh, tokens = jax.sharding.Mesh(jax.devices()[:1], ("sequence",)), P(None, "sequence")
       >>> attend = partial(ulysses_attention, axis_name="sequence", is_causal=True)
       >>> attend = jax.shard_map(attend, mesh=mesh, in_specs=(tokens,) * 3, out_specs=tokens)
-      >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 16, 4, 8))
+      >>> q, k, v = np.random.default_rng(0).standard_normal((3, 2, 16, 4, 8))
       >>> jax.jit(attend)(q, k, v).shape
       (2, 16, 4, 8)
 

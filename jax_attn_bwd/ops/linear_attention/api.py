@@ -130,9 +130,9 @@ def gated_delta_rule(
       NotImplementedError: the named implementation cannot run this call.
 
     Example:
-      >>> import jax, jax.numpy as jnp
+      >>> import jax.numpy as jnp, numpy as np
       >>> from jax_attn_bwd import gated_delta_rule
-      >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 16, 4, 8))
+      >>> q, k, v = np.random.default_rng(0).standard_normal((3, 2, 16, 4, 8))
       >>> log_decay, beta = jnp.full((2, 16, 4), -0.1), jnp.full((2, 16, 4), 0.5)
       >>> out, state = gated_delta_rule(
       ...     q, k, v, log_decay, beta, l2_norm_epsilon=1e-6, return_final_state=True)
@@ -216,9 +216,9 @@ def gated_linear_attention(
       As `gated_delta_rule`.
 
     Example:
-      >>> import jax, jax.numpy as jnp
+      >>> import jax.numpy as jnp, numpy as np
       >>> from jax_attn_bwd import gated_linear_attention
-      >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 16, 4, 8))
+      >>> q, k, v = np.random.default_rng(0).standard_normal((3, 2, 16, 4, 8))
       >>> out = gated_linear_attention(q, k, v, jnp.log(1 - 2.0 ** -jnp.arange(5.0, 9.0)))
       >>> out.shape
       (2, 16, 4, 8)
@@ -309,9 +309,9 @@ def dplr_linear_attention(
       As `gated_delta_rule`.
 
     Example:
-      >>> import jax
+      >>> import numpy as np
       >>> from jax_attn_bwd import dplr_linear_attention
-      >>> q, k, v, a = jax.random.normal(jax.random.key(0), (4, 2, 16, 4, 8)) / 3
+      >>> q, k, v, a = np.random.default_rng(0).standard_normal((4, 2, 16, 4, 8)) / 3
       >>> dplr_linear_attention(q, k, v, -abs(a), a, a).shape
       (2, 16, 4, 8)
 
@@ -357,9 +357,9 @@ def gated_delta_rule_bwd(
       and dtype; None where not asked.
 
     Example:
-      >>> import jax, jax.numpy as jnp
+      >>> import jax.numpy as jnp, numpy as np
       >>> import jax_attn_bwd as jab
-      >>> q, k, v, dout = jax.random.normal(jax.random.key(0), (4, 2, 16, 4, 8)) / 4
+      >>> q, k, v, dout = np.random.default_rng(0).standard_normal((4, 2, 16, 4, 8)) / 4
       >>> beta = jnp.full((2, 16, 4), 0.5)
       >>> grads = jab.gated_delta_rule_bwd(dout, q, k, v, None, beta, wrt=("beta",))
       >>> grads.beta.shape, grads.query is None
@@ -387,9 +387,9 @@ def gated_linear_attention_bwd(
     Arguments and results are those of `gated_delta_rule_bwd`, without `beta`.
 
     Example:
-      >>> import jax
+      >>> import numpy as np
       >>> import jax_attn_bwd as jab
-      >>> q, k, v, dout = jax.random.normal(jax.random.key(0), (4, 2, 16, 4, 8))
+      >>> q, k, v, dout = np.random.default_rng(0).standard_normal((4, 2, 16, 4, 8))
       >>> grads = jab.gated_linear_attention_bwd(dout, q, k, v)
       >>> grads.key.shape, grads.log_decay is None
       ((2, 16, 4, 8), True)
@@ -418,9 +418,9 @@ def dplr_linear_attention_bwd(
     Arguments and results are those of `gated_delta_rule_bwd`, with "erase_key" and "erase_query" for "beta".
 
     Example:
-      >>> import jax
+      >>> import numpy as np
       >>> import jax_attn_bwd as jab
-      >>> q, k, v, a, dout = jax.random.normal(jax.random.key(0), (5, 2, 16, 4, 8)) / 3
+      >>> q, k, v, a, dout = np.random.default_rng(0).standard_normal((5, 2, 16, 4, 8)) / 3
       >>> grads = jab.dplr_linear_attention_bwd(dout, q, k, v, None, a, a)
       >>> grads.erase_key.shape, grads.log_decay is None
       ((2, 16, 4, 8), True)
