@@ -4,6 +4,7 @@ import inspect
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import linen as nn
 from flax import nnx
@@ -27,6 +28,14 @@ def linen_call(layer, **options):
 
 def equinox_layer(**options):
     return layers.equinox.MultiheadAttention(4, 16, dtype="float32", key=KEY, **options)
+
+
+def nnx_call(**options):
+    return nnx_layer()(X, **options)
+
+
+def equinox_call(**options):
+    return equinox_layer()(X[0], X[0], X[0], **options)
 
 
 def haiku_call(call=None, **options):
@@ -88,10 +97,10 @@ def test_every_answer_names_an_argument():
         (jab.configured_attention_fn, "window_size", "write local_window_size=(left, right)"),
         (nnx_layer, "causal", "write is_causal=causal"),
         (nnx_layer, "mask", "it is told in the call"),
-        (nnx_layer().__call__, "local_window_size", "it is told at construction"),
-        (nnx_layer().__call__, "softcap", "write logits_soft_cap=softcap, at construction"),
+        (nnx_call, "local_window_size", "it is told at construction"),
+        (nnx_call, "softcap", "write logits_soft_cap=softcap, at construction"),
         (equinox_layer, "head_dim", "write qk_size=head_dim, vo_size=head_dim"),
-        (equinox_layer().__call__, "training", "write inference=not training"),
+        (equinox_call, "training", "write inference=not training"),
         (haiku_call, "dropout", "takes dropout_rate= in the call"),
         (keras_layer, "causal", "write use_causal_mask=causal, in the call"),
         (keras_call, "mask", "; write attention_mask=: True attends"),
@@ -198,7 +207,7 @@ def of_haiku(built, called):
 
 
 drawn = lambda shape, dtype: jax.random.normal(KEY, shape, dtype)
-INPUTS = jax.random.normal(KEY, (1, 4, 16), "float32")
+INPUTS = np.random.default_rng(0).standard_normal((1, 4, 16), "float32")
 
 
 @pytest.mark.parametrize("call", [of_nnx, of_linen, of_equinox, of_haiku])
@@ -232,13 +241,15 @@ def test_a_layer_derived_from_ours_may_annotate_its_options():
     assert Derived(4, 16, dropout_p=0.5, key=KEY).dropout.p == 0.5
 
 
-@pytest.mark.parametrize(
-    "shown", [layers.flax_nnx.MultiHeadAttention, layers.flax_linen.GATConv, nnx_layer()]
-)
-def test_what_help_shows_of_a_layer(shown):
-    signature = str(inspect.signature(shown))
-    assert signature.startswith(("(num_heads, in_features, ", "(out_channels, heads=1, ", "(inputs_q, "))
-    assert len(signature) <= 900
+def test_what_help_shows_of_a_layer():
+    begins = {
+        "(num_heads, in_features, ": layers.flax_nnx.MultiHeadAttention,
+        "(out_channels, heads=1, ": layers.flax_linen.GATConv,
+        "(inputs_q, ": nnx_layer(),
+    }
+    for begin, shown in begins.items():
+        signature = str(inspect.signature(shown))
+        assert signature.startswith(begin) and len(signature) <= 900, begin
 
 
 def test_no_word_is_answered_with_self():
