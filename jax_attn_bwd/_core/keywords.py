@@ -11,6 +11,9 @@ from collections.abc import Callable, Collection
 from functools import cache, wraps
 from typing import Any, Self, TypeVar, cast, get_args, is_typeddict
 
+import jax
+import numpy as np
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 _PADDING = "mask=(attention_mask != 0)[:, None, None, :] of [B, S] zeros and ones"
@@ -228,7 +231,7 @@ _WORDS: dict[tuple[str, ...], tuple[tuple[str, str], ...]] = {
     ),
     ("hidden_states", "inputs", "inputs_q"): (("query", ""), ("inputs_q", ""), ("x", "")),
     ("input", "logits", "scores"): (("x", ""), ("scores", "")),
-    ("past_key_value", "past_key_values", "use_cache", "cache", "layer_past", "kv_cache"): (
+    ("past_key_value", "past_key_values", "cache_params", "use_cache", "cache", "layer_past", "kv_cache"): (
         ("conv_kernel_dim", "a cache is decode=True in Flax and Haiku, init_cache and decode in Equinox"),
         ("num_heads", _CACHE),
         ("mask", f"layers have a cache: {_CACHE.removeprefix('a cache is ')}"),
@@ -274,11 +277,11 @@ _WORDS: dict[tuple[str, ...], tuple[tuple[str, str], ...]] = {
         ),
     ),
     ("node_dim",): (("", f"{_LEFT_OUT} nodes are the last axis but one, [..., nodes, channels]"),),
-    ("in_channels", "in_feats"): (
+    ("in_channels", "in_feats", "in_features"): (
         ("in_channels", ""),
         ("out_channels", f"{_LEFT_OUT} the width is read off the input"),
     ),
-    ("out_feats",): (("out_channels", ""),),
+    ("out_feats", "out_features"): (("out_channels", ""),),
 }
 # what is said of a call in another order, where it has more arguments by position than are taken
 ORDERS = {
@@ -286,6 +289,7 @@ ORDERS = {
     " dropout_rate=, is_causal=",
     "multi_head_attention": "params.query_kernel tells widths and heads, [Eq, N, H]; num_heads= is told where"
     " there is none",
+    "gated_linear_attention": "a beta is the fifth of gated_delta_rule",
     "batch_graphs": "graphs are one list, batch_graphs([a, b])",
     "multi_scale_deformable_attention": "level_start_index is given by name, or left out: it follows from"
     " spatial_shapes",
@@ -434,4 +438,10 @@ class ChecksNames:
             raise unexpected(call, name, names, names_of(cls.__call__))
         if places is not None and len(args) >= len(places):
             raise too_many(call, places, len(args) + 1)
+        if args and isinstance(args[0], jax.Array | np.ndarray) and args[0].ndim > 1:
+            made = f"layer = {cls.__name__}(...)"
+            raise TypeError(f"{call}() makes a layer and takes no tokens; write {made}, then layer(x)")
+        if isinstance(kwargs.get("rngs"), jax.Array | np.ndarray | int):
+            got = type(kwargs["rngs"]).__name__
+            raise TypeError(f"{cls.__name__}: rngs must be nnx.Rngs, got {got}; write rngs=nnx.Rngs(key)")
         return super().__new__(cls)

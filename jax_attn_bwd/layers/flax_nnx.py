@@ -260,6 +260,10 @@ class MultiHeadAttention(nnx.MultiHeadAttention, keywords.ChecksNames):
         length = 0 if self.cached_key is None else self.cached_key.shape[-3]
         if index is not None:
             multi_head.check_room(_NAME, length, index)
+            if inputs[0].shape[-2:-1] != (1,):
+                remedy = "one after the other: layer(x[:, t : t + 1])"
+                expected = "be one token, to decode"
+                raise ValueError(checks.message(_NAME, "inputs_q", expected, inputs[0].shape, remedy))
         # Our attention takes the options of the layer, and the index in the cache; any takes the tokens.
         if attention is _own_attention:
             options = multi_head.options_of(self)

@@ -98,10 +98,12 @@ def test_every_answer_names_an_argument():
         (keras_call, "is_causal", "write use_causal_mask=is_causal"),
         (keras_layer, "num_attention_heads", "write num_heads=num_attention_heads"),
         (layers.flax_linen.GATConv, "num_heads", "write heads=num_heads"),
+        (layers.flax_linen.GATConv, "in_features", "the width is read off the input"),
+        (layers.flax_nnx.GATConv, "out_features", "write out_channels=out_features"),
         (layers.flax_linen.MultiHeadDotProductAttention, "embed_dim", "write qkv_features=embed_dim"),
         (layers.flax_linen.GatedDeltaNet, "causal", "linear attention is causal always"),
         (layers.flax_nnx.KimiDeltaAttention, "causal", "linear attention is causal always"),
-        (layers.haiku.KimiDeltaAttention, "past_key_values", "decode=True in Flax and Haiku"),
+        (layers.haiku.KimiDeltaAttention, "cache_params", "decode=True in Flax and Haiku"),
         (layers.equinox.KimiDeltaAttention, "conv_size", "write conv_kernel_dim=conv_size"),
         (layers.flax_linen.KimiDeltaAttention, "scale", "queries are scaled by 1 / sqrt(size of a head)"),
     ],
@@ -158,6 +160,23 @@ def test_the_order_of_torch_in_a_layer():
     with pytest.raises(ValueError, match=words):
         layers.equinox.MultiheadAttention(64, 4, key=KEY)
     nnx_layer(qkv_features=32)
+
+
+def test_tokens_in_the_place_of_sizes_and_a_key_in_that_of_rngs():
+    words = r"MultiHeadAttention.__init__\(\) makes a layer and takes no tokens; write layer = "
+    for layer in (layers.flax_nnx.MultiHeadAttention, layers.flax_linen.MultiHeadAttention):
+        with pytest.raises(TypeError, match=words):
+            layer(X)
+    for key in (KEY, 0):
+        with pytest.raises(TypeError, match=r"GATConv: rngs must be nnx.Rngs, got .*; write rngs=nnx.Rngs\(key"):
+            layers.flax_nnx.GATConv(8, 4, rngs=key)
+
+
+def test_several_tokens_in_a_step_of_nnx():
+    layer = nnx_layer()
+    layer.init_cache(X.shape)
+    with pytest.raises(ValueError, match=r"inputs_q must be one token, to decode, got .*x\[:, t : t \+ 1\]"):
+        layer(X, decode=True)
 
 
 def test_a_name_in_the_place_of_an_attention_function():
