@@ -106,7 +106,8 @@ def boolean_mask(
     if is_array(mask) and mask.dtype == np.bool_:
         return jnp.asarray(mask)
     got = f"dtype {mask.dtype}" if is_array(mask) else f"{type(mask).__name__}, not an array"
-    remedy = _of_torch("mask", mask, additive)
+    remedy = "a number is given by name: scale=" if isinstance(mask, int | float) else additive
+    remedy = _of_torch("mask", mask, remedy)
     if is_array(mask) and jnp.issubdtype(mask.dtype, jnp.integer):
         remedy = f"write mask != 0 if non-zero means {meaning}"
     raise TypeError(message(operator, "mask", f"be boolean (True = {meaning})", got, remedy))

@@ -110,7 +110,18 @@ _WORDS: dict[tuple[str, ...], tuple[tuple[str, str], ...]] = {
     ("rope", "rotary_emb", "position_embeddings", "rotary_dim", "freqs_cis"): (
         ("rotary", "write rotary=jax_attn_bwd.Rotary(...)"),
     ),
-    ("dim",): (("axis", ""), ("features", ""), ("in_features", ""), ("query_size", ""), ("model_size", "")),
+    ("theta", "rope_theta", "rope_base", "max_wavelength"): (
+        ("base", ""),
+        ("rotary", "write rotary=jax_attn_bwd.Rotary(base={word})"),
+    ),
+    ("dim",): (
+        ("interleaved", "write size=: how many features of a head are turned"),
+        ("axis", ""),
+        ("features", ""),
+        ("in_features", ""),
+        ("query_size", ""),
+        ("model_size", ""),
+    ),
     # dropout
     ("dropout_p", "dropout", "attn_dropout", "attention_dropout", "attn_pdrop", "dropout_prob", "p"): (
         ("dropout_rate", ""),
@@ -154,6 +165,7 @@ _WORDS: dict[tuple[str, ...], tuple[tuple[str, str], ...]] = {
     # linear attention
     ("g", "gk", "gate", "decay", "log_g", "g_gamma", "log_f"): (("log_decay", ""),),
     ("head_first", "batch_first"): (("", f"{_LEFT_OUT} batch axes come first, then tokens, then heads"),),
+    ("reverse",): (("log_decay", "turn the tokens of all inputs, and of the output: jnp.flip(x, 1)"),),
     ("use_qk_l2norm_in_kernel", "qk_l2norm"): (("l2_norm_epsilon", "write l2_norm_epsilon=1e-6"),),
     ("mode",): (("method", ""), ("log_decay", f"{_LEFT_OUT} what is fastest is chosen here")),
     ("chunk_size", "block_size", "block_sizes", "block_q", "block_k", "block_kv", "num_warps"): (
@@ -165,6 +177,7 @@ _WORDS: dict[tuple[str, ...], tuple[tuple[str, str], ...]] = {
     ),
     # heads and widths
     ("num_attention_heads", "n_heads", "n_head", "nhead", "heads", "num_query_heads", "h"): (
+        ("num_query_heads", ""),
         ("num_heads", ""),
         ("heads", ""),
         ("num_value_heads", "write num_key_heads= and num_value_heads="),
@@ -172,12 +185,14 @@ _WORDS: dict[tuple[str, ...], tuple[tuple[str, str], ...]] = {
         ("query", f"{_LEFT_OUT} shapes tell how many heads there are, [..., T, N, H]"),
     ),
     ("num_heads", "head_num"): (
+        ("num_query_heads", ""),
         ("heads", ""),
         ("num_value_heads", "write num_key_heads= and num_value_heads="),
         ("query", f"{_LEFT_OUT} shapes tell how many heads there are, [..., T, N, H]"),
     ),
     ("num_key_value_heads", "num_kv_heads", "kv_heads", "num_query_groups", "n_kv_heads"): (
         ("num_kv_heads", ""),
+        ("num_key_value_heads", ""),
         ("key", f"{_LEFT_OUT} fewer heads of key and value are grouped by their shapes"),
     ),
     ("enable_gqa", "num_key_value_groups"): (
@@ -290,6 +305,7 @@ ORDERS = {
     "multi_head_attention": "params.query_kernel tells widths and heads, [Eq, N, H]; num_heads= is told where"
     " there is none",
     "gated_linear_attention": "a beta is the fifth of gated_delta_rule",
+    "use_attention": "it is a context, in which models run as they are: with use_attention(): model(x)",
     "batch_graphs": "graphs are one list, batch_graphs([a, b])",
     "multi_scale_deformable_attention": "level_start_index is given by name, or left out: it follows from"
     " spatial_shapes",
@@ -444,4 +460,8 @@ class ChecksNames:
         if isinstance(kwargs.get("rngs"), jax.Array | np.ndarray | int):
             got = type(kwargs["rngs"]).__name__
             raise TypeError(f"{cls.__name__}: rngs must be nnx.Rngs, got {got}; write rngs=nnx.Rngs(key)")
+        if isinstance(seed := kwargs.get("key"), int):
+            raise TypeError(
+                f"{cls.__name__}: key must be a JAX key, got int; write key=jax.random.key({seed})"
+            )
         return super().__new__(cls)

@@ -530,6 +530,9 @@ class _DeltaRuleLayer(keywords.ChecksNames, nnx.Module):
           input_shape: of the inputs `[..., T, in_features]`, with any T.
           dtype: dtype of what the convolution reads.
         """
+        if not isinstance(input_shape, tuple | list):
+            expected, got = "be a shape, (..., T, in_features)", type(input_shape).__name__
+            raise TypeError(checks.message(self.config.layer, "input_shape", expected, got, "write x.shape"))
         cache = self.config.empty(input_shape[:-2], dtype)
         self.conv_state, self.recurrent_state = (nnx.Cache(x) for x in cache)
 

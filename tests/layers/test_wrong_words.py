@@ -52,7 +52,7 @@ def test_every_answer_names_an_argument():
             if inspect.isclass(layer) and issubclass(layer, keywords.ChecksNames):
                 functions += [layer.__init__, layer.__call__]
     functions += [layers.keras.MultiHeadAttention.call, keras.layers.MultiHeadAttention.__init__]
-    functions += [keras.layers.GroupQueryAttention.__init__]
+    functions += [keras.layers.GroupQueryAttention.__init__, jab.Rotary.__init__]
     known = {"", "sliding_window"}.union(*(inspect.signature(f).parameters for f in functions))
     known = known.union(*(keywords.names_of(f) for f in functions))
     for word, answers in keywords.ELSEWHERE.items():
@@ -97,6 +97,10 @@ def test_every_answer_names_an_argument():
         (keras_call, "mask", "; write attention_mask=: True attends"),
         (keras_call, "is_causal", "write use_causal_mask=is_causal"),
         (keras_layer, "num_attention_heads", "write num_heads=num_attention_heads"),
+        (lambda **x: layers.keras.GroupedQueryAttention(**x), "num_heads", "write num_query_heads=num_heads"),
+        (jab.Rotary, "theta", "write base=theta"),
+        (nnx_layer, "rope_theta", "write rotary=jax_attn_bwd.Rotary(base=rope_theta)"),
+        (jab.gated_delta_rule, "reverse", "turn the tokens of all inputs"),
         (layers.flax_linen.GATConv, "num_heads", "write heads=num_heads"),
         (layers.flax_linen.GATConv, "in_features", "the width is read off the input"),
         (layers.flax_nnx.GATConv, "out_features", "write out_channels=out_features"),
@@ -168,8 +172,22 @@ def test_tokens_in_the_place_of_sizes_and_a_key_in_that_of_rngs():
         with pytest.raises(TypeError, match=words):
             layer(X)
     for key in (KEY, 0):
-        with pytest.raises(TypeError, match=r"GATConv: rngs must be nnx.Rngs, got .*; write rngs=nnx.Rngs\(key"):
+        with pytest.raises(
+            TypeError, match=r"GATConv: rngs must be nnx.Rngs, got .*; write rngs=nnx.Rngs\(key"
+        ):
             layers.flax_nnx.GATConv(8, 4, rngs=key)
+    with pytest.raises(TypeError, match=r"write key=jax\.random\.key\(3\)"):
+        layers.equinox.GATConv(8, 4, key=3)
+    with pytest.raises(TypeError, match=r"inputs_k must be numbers, .* a mask is given by name: mask=mask"):
+        nnx_layer()(X, jnp.ones((3, 1, 1, 5), bool))
+    with pytest.raises(TypeError, match=r"input_shape must be a shape, .* write x\.shape"):
+        layers.flax_nnx.KimiDeltaAttention(16, 2, 4, rngs=nnx.Rngs(0)).init_cache(2)
+
+
+def test_a_context_that_is_called_with_a_model():
+    pytest.importorskip("keras")
+    with pytest.raises(TypeError, match=r"it is a context, .*: with use_attention\(\)"):
+        layers.keras.use_attention(nnx_layer())
 
 
 def test_several_tokens_in_a_step_of_nnx():
