@@ -427,15 +427,27 @@ def _shown(signature: inspect.Signature) -> inspect.Signature:
     return signature.replace(parameters=shown, return_annotation=signature.empty)
 
 
+class _Name:
+    """What a signature prints of a default that has no short form: a function's name, or `...`."""
+
+    def __init__(self, default: Any) -> None:
+        self.name = getattr(default, "__qualname__", "<")
+
+    def __repr__(self) -> str:
+        return "..." if "<" in self.name else self.name
+
+
 class _LayerSignature:
     """What help and tooltips show of a layer's class, its constructor's, and of a layer, its call's.
 
-    The metaclass of Flax NNX would show `(*args, **kwargs)`, dataclasses the types of all their fields.
+    The metaclass of Flax NNX would show `(*args, **kwargs)`, dataclasses the types of all their fields, and
+    functions the address where they lie.
     """
 
     def __get__(self, layer: Any, kind: type) -> inspect.Signature:
         signature = inspect.signature(getattr(kind, "__init__" if layer is None else "__call__"))
         _, *others = signature.parameters.values()
+        others = [p.replace(default=_Name(p.default)) if " at 0x" in repr(p.default) else p for p in others]
         return _shown(signature.replace(parameters=others))
 
 
@@ -444,6 +456,12 @@ class ChecksNames:
 
     __slots__ = ()  # so that a layer of the framework may become one of ours
     __signature__ = _LayerSignature()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Leaves out types where Equinox reads its classes' signature, that of the constructor."""
+        super().__init_subclass__(**kwargs)
+        if inspect.isfunction(init := vars(cls).get("__init__")):
+            vars(init)["__signature__"] = _shown(inspect.signature(init))
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Makes the layer, or raises."""

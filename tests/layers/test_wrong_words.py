@@ -278,6 +278,15 @@ def test_what_help_shows_of_a_layer(shown):
     assert len(signature) <= 900
 
 
+@pytest.mark.parametrize("framework", NAMES)
+def test_what_help_shows_fits_a_tooltip(framework):
+    for name, layer in vars(getattr(layers, framework)).items():
+        if inspect.isclass(layer) and issubclass(layer, keywords.ChecksNames) and name[0] != "_":
+            signature = str(inspect.signature(layer))
+            assert len(signature) <= 900, name
+            assert " at 0x" not in signature, name
+
+
 def test_no_word_is_answered_with_self():
     with pytest.raises(TypeError, match=r"unexpected keyword argument 'self_attn'$"):
         nnx_layer(self_attn=True)
