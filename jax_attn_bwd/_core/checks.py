@@ -72,7 +72,9 @@ def floating(operator: str, argument: str, x: Any) -> jax.Array:
     if not is_array(x) or not jnp.issubdtype(x.dtype, jnp.floating):
         got = f"dtype {x.dtype}" if is_array(x) else type(x).__name__
         remedy = f"what is True or False goes in mask={argument}" if got == "dtype bool" else ""
-        remedy = _of_torch(argument, x, remedy if argument == "bias" else "")
+        remedy = remedy if argument == "bias" else ""
+        remedy = f"write jnp.asarray({argument})" if isinstance(x, list | tuple) else remedy
+        remedy = _of_torch(argument, x, remedy)
         raise TypeError(message(operator, argument, "be a floating-point array", got, remedy))
     if x.dtype.itemsize < 2:
         expected = "be of dtype bfloat16, float16, float32 or float64"
@@ -104,7 +106,8 @@ def boolean_mask(
     if is_array(mask) and mask.dtype == np.bool_:
         return jnp.asarray(mask)
     got = f"dtype {mask.dtype}" if is_array(mask) else f"{type(mask).__name__}, not an array"
-    remedy = _of_torch("mask", mask, additive)
+    remedy = "a number is given by name: scale=" if isinstance(mask, int | float) else additive
+    remedy = _of_torch("mask", mask, remedy)
     if is_array(mask) and jnp.issubdtype(mask.dtype, jnp.integer):
         remedy = f"write mask != 0 if non-zero means {meaning}"
     raise TypeError(message(operator, "mask", f"be boolean (True = {meaning})", got, remedy))
@@ -119,7 +122,9 @@ def integers(
     if array.size == 0 and not is_array(x):
         array = array.astype(np.int32)  # an empty list
     if not jnp.issubdtype(array.dtype, jnp.integer):
-        raise TypeError(message(operator, argument, "be integers", f"dtype {array.dtype}"))
+        is_mask = array.dtype == np.bool_ and argument.endswith("seq_lengths")
+        remedy = f"of a mask of tokens write {argument}.sum(-1)" if is_mask else ""
+        raise TypeError(message(operator, argument, "be integers", f"dtype {array.dtype}", remedy))
     info = jnp.iinfo(array.dtype)
     is_checked = array.size and (info.min < least or info.max > greatest)
     if is_checked and (values := known(array)) is not None:
@@ -186,6 +191,8 @@ def broadcasts(
                 f"from a running sum, cu_seqlens, write jnp.diff({argument}) where each row is a sequence"
             )
             remedy += " of its own, segment ids where sequences are packed one after another"
+        elif argument.endswith("seq_lengths") and x.shape[:-1] == target:  # of tokens: [B, S]
+            remedy = f"of a mask of tokens write {argument}.sum(-1), with the padding at the end"
         expected = f"broadcast to {names} = {tuple(target)}"
         raise ValueError(message(operator, argument, expected, x.shape, remedy))
 
@@ -219,7 +226,9 @@ def rate(operator: str, argument: str, x: Any) -> float:
 def flag(operator: str, argument: str, x: Any) -> bool:
     """Returns a Python bool: options change the compiled program and cannot be traced."""
     if not isinstance(x, bool | np.bool_):
-        raise TypeError(message(operator, argument, "be a Python bool", _kind(x), static(x)))
+        is_mask = argument == "is_causal" and getattr(x, "ndim", 0) > 1
+        remedy = "an array of who attends goes in mask" if is_mask else static(x)
+        raise TypeError(message(operator, argument, "be a Python bool", _kind(x), remedy))
     return bool(x)
 
 

@@ -11,6 +11,9 @@ from collections.abc import Callable, Collection
 from functools import cache, wraps
 from typing import Any, Self, TypeVar, cast, get_args, is_typeddict
 
+import jax
+import numpy as np
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 _PADDING = "mask=(attention_mask != 0)[:, None, None, :] of [B, S] zeros and ones"
@@ -107,7 +110,18 @@ _WORDS: dict[tuple[str, ...], tuple[tuple[str, str], ...]] = {
     ("rope", "rotary_emb", "position_embeddings", "rotary_dim", "freqs_cis"): (
         ("rotary", "write rotary=jax_attn_bwd.Rotary(...)"),
     ),
-    ("dim",): (("axis", ""), ("features", ""), ("in_features", ""), ("query_size", ""), ("model_size", "")),
+    ("theta", "rope_theta", "rope_base", "max_wavelength"): (
+        ("base", ""),
+        ("rotary", "write rotary=jax_attn_bwd.Rotary(base={word})"),
+    ),
+    ("dim",): (
+        ("interleaved", "write size=: how many features of a head are turned"),
+        ("axis", ""),
+        ("features", ""),
+        ("in_features", ""),
+        ("query_size", ""),
+        ("model_size", ""),
+    ),
     # dropout
     ("dropout_p", "dropout", "attn_dropout", "attention_dropout", "attn_pdrop", "dropout_prob", "p"): (
         ("dropout_rate", ""),
@@ -151,6 +165,7 @@ _WORDS: dict[tuple[str, ...], tuple[tuple[str, str], ...]] = {
     # linear attention
     ("g", "gk", "gate", "decay", "log_g", "g_gamma", "log_f"): (("log_decay", ""),),
     ("head_first", "batch_first"): (("", f"{_LEFT_OUT} batch axes come first, then tokens, then heads"),),
+    ("reverse",): (("log_decay", "turn the tokens of all inputs, and of the output: jnp.flip(x, 1)"),),
     ("use_qk_l2norm_in_kernel", "qk_l2norm"): (("l2_norm_epsilon", "write l2_norm_epsilon=1e-6"),),
     ("mode",): (("method", ""), ("log_decay", f"{_LEFT_OUT} what is fastest is chosen here")),
     ("chunk_size", "block_size", "block_sizes", "block_q", "block_k", "block_kv", "num_warps"): (
@@ -162,6 +177,7 @@ _WORDS: dict[tuple[str, ...], tuple[tuple[str, str], ...]] = {
     ),
     # heads and widths
     ("num_attention_heads", "n_heads", "n_head", "nhead", "heads", "num_query_heads", "h"): (
+        ("num_query_heads", ""),
         ("num_heads", ""),
         ("heads", ""),
         ("num_value_heads", "write num_key_heads= and num_value_heads="),
@@ -169,12 +185,14 @@ _WORDS: dict[tuple[str, ...], tuple[tuple[str, str], ...]] = {
         ("query", f"{_LEFT_OUT} shapes tell how many heads there are, [..., T, N, H]"),
     ),
     ("num_heads", "head_num"): (
+        ("num_query_heads", ""),
         ("heads", ""),
         ("num_value_heads", "write num_key_heads= and num_value_heads="),
         ("query", f"{_LEFT_OUT} shapes tell how many heads there are, [..., T, N, H]"),
     ),
     ("num_key_value_heads", "num_kv_heads", "kv_heads", "num_query_groups", "n_kv_heads"): (
         ("num_kv_heads", ""),
+        ("num_key_value_heads", ""),
         ("key", f"{_LEFT_OUT} fewer heads of key and value are grouped by their shapes"),
     ),
     ("enable_gqa", "num_key_value_groups"): (
@@ -228,7 +246,7 @@ _WORDS: dict[tuple[str, ...], tuple[tuple[str, str], ...]] = {
     ),
     ("hidden_states", "inputs", "inputs_q"): (("query", ""), ("inputs_q", ""), ("x", "")),
     ("input", "logits", "scores"): (("x", ""), ("scores", "")),
-    ("past_key_value", "past_key_values", "use_cache", "cache", "layer_past", "kv_cache"): (
+    ("past_key_value", "past_key_values", "cache_params", "use_cache", "cache", "layer_past", "kv_cache"): (
         ("conv_kernel_dim", "a cache is decode=True in Flax and Haiku, init_cache and decode in Equinox"),
         ("num_heads", _CACHE),
         ("mask", f"layers have a cache: {_CACHE.removeprefix('a cache is ')}"),
@@ -274,11 +292,11 @@ _WORDS: dict[tuple[str, ...], tuple[tuple[str, str], ...]] = {
         ),
     ),
     ("node_dim",): (("", f"{_LEFT_OUT} nodes are the last axis but one, [..., nodes, channels]"),),
-    ("in_channels", "in_feats"): (
+    ("in_channels", "in_feats", "in_features"): (
         ("in_channels", ""),
         ("out_channels", f"{_LEFT_OUT} the width is read off the input"),
     ),
-    ("out_feats",): (("out_channels", ""),),
+    ("out_feats", "out_features"): (("out_channels", ""),),
 }
 # what is said of a call in another order, where it has more arguments by position than are taken
 ORDERS = {
@@ -286,6 +304,8 @@ ORDERS = {
     " dropout_rate=, is_causal=",
     "multi_head_attention": "params.query_kernel tells widths and heads, [Eq, N, H]; num_heads= is told where"
     " there is none",
+    "gated_linear_attention": "a beta is the fifth of gated_delta_rule",
+    "use_attention": "it is a context, in which models run as they are: with use_attention(): model(x)",
     "batch_graphs": "graphs are one list, batch_graphs([a, b])",
     "multi_scale_deformable_attention": "level_start_index is given by name, or left out: it follows from"
     " spatial_shapes",
@@ -407,15 +427,27 @@ def _shown(signature: inspect.Signature) -> inspect.Signature:
     return signature.replace(parameters=shown, return_annotation=signature.empty)
 
 
+class _Name:
+    """What a signature prints of a default that has no short form: a function's name, or `...`."""
+
+    def __init__(self, default: Any) -> None:
+        self.name = getattr(default, "__qualname__", "<")
+
+    def __repr__(self) -> str:
+        return "..." if "<" in self.name else self.name
+
+
 class _LayerSignature:
     """What help and tooltips show of a layer's class, its constructor's, and of a layer, its call's.
 
-    The metaclass of Flax NNX would show `(*args, **kwargs)`, dataclasses the types of all their fields.
+    The metaclass of Flax NNX would show `(*args, **kwargs)`, dataclasses the types of all their fields, and
+    functions the address where they lie.
     """
 
     def __get__(self, layer: Any, kind: type) -> inspect.Signature:
         signature = inspect.signature(getattr(kind, "__init__" if layer is None else "__call__"))
         _, *others = signature.parameters.values()
+        others = [p.replace(default=_Name(p.default)) if " at 0x" in repr(p.default) else p for p in others]
         return _shown(signature.replace(parameters=others))
 
 
@@ -424,6 +456,12 @@ class ChecksNames:
 
     __slots__ = ()  # so that a layer of the framework may become one of ours
     __signature__ = _LayerSignature()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Leaves out types where Equinox reads its classes' signature, that of the constructor."""
+        super().__init_subclass__(**kwargs)
+        if inspect.isfunction(init := vars(cls).get("__init__")):
+            vars(init)["__signature__"] = _shown(inspect.signature(init))
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Makes the layer, or raises."""
@@ -434,4 +472,14 @@ class ChecksNames:
             raise unexpected(call, name, names, names_of(cls.__call__))
         if places is not None and len(args) >= len(places):
             raise too_many(call, places, len(args) + 1)
+        if args and isinstance(args[0], jax.Array | np.ndarray) and args[0].ndim > 1:
+            made = f"layer = {cls.__name__}(...)"
+            raise TypeError(f"{call}() makes a layer and takes no tokens; write {made}, then layer(x)")
+        if isinstance(kwargs.get("rngs"), jax.Array | np.ndarray | int):
+            got = type(kwargs["rngs"]).__name__
+            raise TypeError(f"{cls.__name__}: rngs must be nnx.Rngs, got {got}; write rngs=nnx.Rngs(key)")
+        if isinstance(seed := kwargs.get("key"), int):
+            raise TypeError(
+                f"{cls.__name__}: key must be a JAX key, got int; write key=jax.random.key({seed})"
+            )
         return super().__new__(cls)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_attn_bwd._core import checks
+from jax_attn_bwd._core import checks, keywords
 from jax_attn_bwd._core.numerics import accumulator_dtype, to_rank
 
 
@@ -82,6 +82,9 @@ class Rotary:
             got = len(self.frequencies)
             raise ValueError(checks.message(operator, "rotary.frequencies", expected, got))
         return np.asarray(self.frequencies)
+
+
+Rotary.__init__ = keywords.known(Rotary.__init__)  # type: ignore[method-assign]
 
 
 def checked(operator: str, rotary: Any, H: int) -> Rotary | None:

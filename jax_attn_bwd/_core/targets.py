@@ -131,7 +131,7 @@ def aimed_at(chip: str) -> AbstractContextManager:
     """
     is_gpu = re.match(_CARDS, chip) or re.match(_AMPERE[0], chip)
     if chip not in CHIPS and not is_gpu and not chip.startswith("TPU"):
-        known = (*CHIPS, "a kind of device as its maker calls it, as L40S, GeForce RTX 4090 or TPU v6 lite")
+        known = f"{tuple(CHIPS)}, or a kind of device as its maker calls it ('L40S', 'GeForce RTX 4090')"
         raise ValueError(f"explain: platform must be one of {known}, got {chip!r}")
     platform, kind = CHIPS.get(chip, ("gpu" if is_gpu else "tpu", chip))
     device = AbstractDevice(device_kind=kind, num_cores=None, platform=platform)

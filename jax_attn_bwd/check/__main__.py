@@ -79,9 +79,13 @@ def _measured(jobs: Sequence[tuple[Operator, str, Case, str]]) -> Iterator[Measu
 
     groups = [list(group) for _, group in itertools.groupby(jobs, lambda job: (job[0], job[2]))]
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
-        now = lambda found: ", ".join(sorted({*running}))
-        for found in console.progress(pool.map(of_case, groups), len(groups), "check", now):
-            yield from found
+        futures = [pool.submit(of_case, group) for group in groups]
+        now = lambda future: ", ".join(sorted({*running} or {jobs[0][0].name}))
+        try:
+            for future in console.progress(futures, len(groups), "check", now):
+                yield from future.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 def discover() -> tuple[Operator, ...]:
@@ -167,13 +171,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _until_the_pipe_closes() -> int:
-    """Runs `main`; what reads the output may stop early, as `head` does."""
+    """Runs `main`; what reads the output may stop early, as `head` does, and so may who typed the command."""
     try:
         code = main()
         sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more
         code = 1
+    except KeyboardInterrupt:
+        code = 130
     return code
 
 

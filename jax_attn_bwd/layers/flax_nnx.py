@@ -260,6 +260,10 @@ class MultiHeadAttention(nnx.MultiHeadAttention, keywords.ChecksNames):
         length = 0 if self.cached_key is None else self.cached_key.shape[-3]
         if index is not None:
             multi_head.check_room(_NAME, length, index)
+            if inputs[0].shape[-2:-1] != (1,):
+                remedy = "one after the other: layer(x[:, t : t + 1])"
+                expected = "be one token, to decode"
+                raise ValueError(checks.message(_NAME, "inputs_q", expected, inputs[0].shape, remedy))
         # Our attention takes the options of the layer, and the index in the cache; any takes the tokens.
         if attention is _own_attention:
             options = multi_head.options_of(self)
@@ -526,6 +530,9 @@ class _DeltaRuleLayer(keywords.ChecksNames, nnx.Module):
           input_shape: of the inputs `[..., T, in_features]`, with any T.
           dtype: dtype of what the convolution reads.
         """
+        if not isinstance(input_shape, tuple | list):
+            expected, got = "be a shape, (..., T, in_features)", type(input_shape).__name__
+            raise TypeError(checks.message(self.config.layer, "input_shape", expected, got, "write x.shape"))
         cache = self.config.empty(input_shape[:-2], dtype)
         self.conv_state, self.recurrent_state = (nnx.Cache(x) for x in cache)
 

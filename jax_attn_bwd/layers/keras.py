@@ -298,6 +298,7 @@ _stack: list[list[Any]] = []
 _lock = threading.Lock()
 
 
+@keywords.known
 @contextmanager
 def use_attention(
     *,

@@ -190,13 +190,14 @@ def is_causal(layer: str, built: bool, called: Any) -> bool:
 
 
 def check_values(layer: str, query: jax.Array, key: jax.Array | None, value: jax.Array | None) -> None:
-    """Raises for a mask that is handed over by position, as a third array, and warns where it may be one."""
+    """Raises for a mask that is handed over by position, after the query, and warns where it may be one."""
+    remedy = "a mask is given by name: mask=mask"
+    for name, x in (("inputs_k", key), ("inputs_v", value)):
+        if x is not None and x is not query and jnp.issubdtype(jnp.result_type(x), jnp.bool_):
+            raise TypeError(checks.message(layer, name, "be numbers", "dtype bool", remedy))
     if value is None or value is query or value is key:
         return
-    remedy, shape = "a mask is given by name: mask=mask", np.shape(value)
-    if jnp.issubdtype(jnp.result_type(value), jnp.bool_):
-        raise TypeError(checks.message(layer, "inputs_v", "be numbers", "dtype bool", remedy))
-    if shape[-2:-1] == shape[-1:]:
+    if (shape := np.shape(value))[-2:-1] == shape[-1:]:
         checks.warn(f"{layer}: inputs_v of shape {shape} may be meant for a mask; {remedy}")
 
 

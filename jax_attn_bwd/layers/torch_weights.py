@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_attn_bwd._core import checks
+from jax_attn_bwd._core import checks, keywords
 
 # PyTorch Geometric keeps two that it does not use (`share_weights`, no `root_weight`), RT-DETRv2 a constant,
 # which has another name in `transformers`.
@@ -101,6 +101,8 @@ def loaded(params: Mapping[str, Any], state: Mapping[str, Any], prefix: str) -> 
         needs, got = ({name: shapes.get(name) for name in differing} for shapes in (wanted, given))
         expected = f"hold the parameters of the layer (kernels [in, out]): {needs}"
         remedy = "build the layer with the options of the PyTorch module"
+        if "in_proj_weight" in given:  # torch's multi-head layer, which no layer here reads
+            remedy = keywords.remedy("in_proj_weight", ["params"])
         raise ValueError(checks.message("load_torch", "state", expected, got, remedy))
     return jax.tree.map(lambda x, y: y.astype(x.dtype), dict(params), found)
 

@@ -10,7 +10,7 @@ import argparse
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,17 +22,17 @@ from cases import discover
 
 import bench
 from bench import compiling, mods, operators, plots, programs, report
-from bench.measure import Workload, measure
+from bench.measure import Part, measure
 from bench.race import rules
 from bench.race.program import DRAWN
 from bench.race.run import Race, run
 from jax_attn_bwd._core import console
 
 # what is measured under names of its own, not by an operator's cases
-NAMED: dict[str, Callable[..., Iterator[Workload]]] = {
-    "compiling": compiling.workloads,
-    "mods": mods.workloads,
-    "programs": programs.workloads,
+NAMED: dict[str, Callable[..., list[Part]]] = {
+    "compiling": compiling.parts,
+    "mods": mods.parts,
+    "programs": programs.parts,
 }
 
 
@@ -84,7 +84,7 @@ def main(argv: list[str] | None = None) -> int:
         stem = f"race{'_rules' * weighs}_seed{drawn.seed}_{context['platform']}_jax{context['jax']}"
         return (rules.run if weighs else run)(drawn, context, args.out / f"{stem}.json")
 
-    make = NAMED.get(args.operator) or partial(operators.workloads, args.operator)
+    make = NAMED.get(args.operator) or partial(operators.parts, args.operator)
     # the file is written after each workload: an interrupted run keeps what it has
     context = report.environment()
     stem = f"{args.operator}{'_scaling' * args.scaling}_{context['platform']}_jax{context['jax']}"
@@ -92,10 +92,11 @@ def main(argv: list[str] | None = None) -> int:
     report.write(path, context, rows, finished=False)
     chosen: dict[str, Any] = {"only": args.only} if args.only else {}
     chosen |= {"scaling": True} if args.scaling else {}
-    workloads = make(args.quick, **chosen)
-    for workload in console.progress(workloads, None, f"bench {args.operator}", lambda w: w.name):
-        rows += measure(workload, args.repeats or 9)
-        report.write(path, context, rows, finished=False)
+    parts = make(args.quick, **chosen)
+    for _, build in console.progress(parts, len(parts), f"bench {args.operator}", lambda part: part[0]):
+        for workload in build():
+            rows += measure(workload, args.repeats or 9)
+            report.write(path, context, rows, finished=False)
     found = {"slopes": plots.slopes(rows)} if args.scaling else {}
     report.write(path, context | found, rows, finished=True)
 

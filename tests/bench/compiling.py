@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from bench import ROOT
-from bench.measure import Contender, Workload, step
+from bench.measure import Contender, Part, Workload, step
 from jax_attn_bwd import dot_product_attention
 
 ATTENTIONS = {"jax_attn_bwd": dot_product_attention, "jax.nn": jax.nn.dot_product_attention}
@@ -24,17 +24,15 @@ WIDTH, HEADS = 512, 8
 Function = Callable[..., Any]
 
 
-def workloads(quick: bool, only: str = "") -> Iterator[Workload]:
-    """Builds those whose names contain `only`, one at a time; `quick`: the smallest."""
-    for name in PROGRAMS:
-        if only in name and (name in QUICK or not quick):
-            yield Workload(
-                name,
-                [
-                    Contender(label, run=partial(_in_a_process, name, label), tells_seconds=True)
-                    for label in ATTENTIONS
-                ],
-            )
+def parts(quick: bool, only: str = "") -> list[Part]:
+    """Lists those whose names contain `only`; `quick`: the smallest."""
+    names = [name for name in PROGRAMS if only in name and (name in QUICK or not quick)]
+    return [(name, partial(_of_program, name)) for name in names]
+
+
+def _of_program(name: str) -> Iterator[Workload]:
+    make = lambda label: Contender(label, run=partial(_in_a_process, name, label), tells_seconds=True)
+    yield Workload(name, [make(label) for label in ATTENTIONS])
 
 
 def _in_a_process(name: str, label: str) -> float:

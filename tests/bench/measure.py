@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,6 +65,10 @@ class Workload:
         default_factory=dict
     )  # {unit: its amount in one call, for "TFLOP/s" in TFLOP}
     refused: Sequence[Row] = ()  # contenders that cannot run it
+
+
+# what a bar counts: a name, and what builds the workloads under it, one at a time
+Part = tuple[str, Callable[[], Iterator[Workload]]]
 
 
 def tag(quick: bool, scaling: bool = False) -> str:

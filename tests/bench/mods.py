@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from bench import peers
-from bench.measure import TOLERANCES, Contender, Workload, compiled_contender, step
+from bench.measure import TOLERANCES, Contender, Part, Workload, compiled_contender, step
 from jax_attn_bwd import dot_product_attention, mods
 
 HEADS, SIZE = 4, 64
@@ -42,16 +42,25 @@ class Modified(NamedTuple):
     flex: Callable[..., tuple[Callable | None, Callable | None]] | None = None
 
 
-def workloads(quick: bool, only: str = "") -> Iterator[Workload]:
-    """Builds those whose names contain `only`, one at a time; `quick` keeps them short."""
-    short = QUICK if quick else SHORT
+def parts(quick: bool, only: str = "") -> list[Part]:
+    """Lists those whose names contain `only`; `quick` keeps them short."""
+    short, found = QUICK if quick else SHORT, list[Part]()
     for name, make in NAMED.items():
         for what in ("forward", "forward + backward"):
             if only in (title := f"{name}, {_sizes(short)}, {what}"):
-                yield _workload(title, make(short), short, "backward" in what)
+                found.append((title, partial(_short, title, make, short, "backward" in what)))
     for name in () if quick else ("prefix", "documents", "window and global tokens"):
         if only in (title := f"{name}, {_sizes(LONG)}, forward + backward"):
-            yield Workload(title, [_ours(NAMED[name](LONG), _draw(LONG), LONG, True)])
+            found.append((title, partial(_long, title, name)))
+    return found
+
+
+def _short(title: str, make: Callable[[int], Modified], T: int, backward: bool) -> Iterator[Workload]:
+    yield _workload(title, make(T), T, backward)
+
+
+def _long(title: str, name: str) -> Iterator[Workload]:
+    yield Workload(title, [_ours(NAMED[name](LONG), _draw(LONG), LONG, True)])
 
 
 def _sizes(T: int) -> str:

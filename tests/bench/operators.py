@@ -26,7 +26,7 @@ from cases import discover
 from cases.graph import gat, gatv2, transformer
 
 from bench import peers, plain
-from bench.measure import TOLERANCES, Contender, Workload, compiled_contender, inputs, step, tag
+from bench.measure import TOLERANCES, Contender, Part, Workload, compiled_contender, inputs, step, tag
 from jax_attn_bwd import (
     BipartiteCSC,
     MultiHeadAttentionParams,
@@ -49,14 +49,20 @@ from jax_attn_bwd.ops.dot_product.portable import tiles
 from jax_attn_bwd.ops.dot_product.spec import DotProductAttentionKeywords
 
 
-def workloads(name: str, quick: bool, scaling: bool = False) -> Iterator[Workload]:
-    """Builds what is measured of an operator, one at a time; `scaling` is one case at many sizes."""
+def parts(name: str, quick: bool, scaling: bool = False) -> list[Part]:
+    """Lists what is measured of an operator, a part for each case; `scaling` is one case at many sizes."""
+    found: list[Part] = []
     for operator in discover():
         make = MEASURED.get(operator.name)
         if make is None or name != operator.folder:
             continue
         for case in (*operator.tagged(tag(quick, scaling)), *_tolokers(operator.name, quick or scaling)):
-            yield from make(case, *inputs(operator, case))
+            found.append((case.name, partial(_of_case, make, operator, case)))
+    return found
+
+
+def _of_case(make: Callable[..., Iterator[Workload]], operator: Any, case: Case) -> Iterator[Workload]:
+    yield from make(case, *inputs(operator, case))
 
 
 def _softmax_step(function: Callable, x: jax.Array, mask: Any, dy: jax.Array) -> tuple:

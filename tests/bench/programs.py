@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench.measure import Workload, compiled_contender
+from bench.measure import Part, Workload, compiled_contender
 from bench.plain import Edges, gather_form, segment_ops
 from jax_attn_bwd import (
     BipartiteCSC,
@@ -32,16 +32,19 @@ _ATTENTIONS = (dot_product_attention, jax.nn.dot_product_attention)  # ours, pla
 LEVELS = ((64, 48), (32, 24), (16, 12), (8, 6))
 
 
-def workloads(quick: bool, only: str = "") -> Iterator[Workload]:
-    """Builds those whose names contain `only`, one at a time; `quick`: the small ones."""
-    for name, make in PROGRAMS.items():
-        if only in name and (name in QUICK or not quick):
-            ours, plain, args = make()
-            contenders = [
-                compiled_contender(label, program, *args, costs=True)
-                for label, program in (("jax_attn_bwd", ours), ("plain", plain))
-            ]
-            yield Workload(name, contenders)
+def parts(quick: bool, only: str = "") -> list[Part]:
+    """Lists those whose names contain `only`; `quick`: the small ones."""
+    names = [name for name in PROGRAMS if only in name and (name in QUICK or not quick)]
+    return [(name, partial(_of_program, name)) for name in names]
+
+
+def _of_program(name: str) -> Iterator[Workload]:
+    ours, plain, args = PROGRAMS[name]()
+    contenders = [
+        compiled_contender(label, program, *args, costs=True)
+        for label, program in (("jax_attn_bwd", ours), ("plain", plain))
+    ]
+    yield Workload(name, contenders)
 
 
 def _draw(*shapes: tuple[int, ...]) -> tuple[jax.Array, ...]:

@@ -68,6 +68,18 @@ def deformable(value):
         (lambda: deformable([jnp.ones((1, 8, 2, 3))]), r"from \[B, C, H, W\] write x.transpose"),
         (lambda: jab.BipartiteCSC.from_edge_index(np.zeros((5, 2), int), 3), "write edge_index.T"),
         (lambda: jab.batch_graphs(GRAPH, GRAPH), r"batch_graphs\(\[a, b\]\)"),
+        (lambda: jab.edge_softmax(jab.batch_graphs([GRAPH]), X[0]), r"got GraphBatch; write batch\.graph$"),
+        (lambda: dense(key_value_seq_lengths=SEEN[:, 0, 0]), r"write key_value_seq_lengths\.sum\(-1\)"),
+        (
+            lambda: dense(key_value_seq_lengths=np.ones((2, 4), int)),
+            r"_seq_lengths\.sum\(-1\), with the padd",
+        ),
+        (lambda: dense(is_causal=SEEN), "an array of who attends goes in mask$"),
+        (lambda: dense(score_mod=jab.mods.causal), "a function of who attends is mask_mod$"),
+        (lambda: jab.dot_product_attention([1.0], Q, Q), r"write jnp\.asarray\(query\)"),
+        (lambda: jab.dot_product_attention(Q, Q[:, :, :2], Q[:, :, :2]), r"K = 2; .* x\.swapaxes\(-3, -2\)"),
+        (lambda: jab.gated_linear_attention(Q, Q, Q, None, X), "a beta is the fifth of gated_delta_rule"),
+        (lambda: jab.scaled_masked_softmax(X, 0.5), "a number is given by name: scale=$"),
         (lambda: jab.parallel.attention_fn("data"), "mesh must be a jax.sharding.Mesh, got 'data'; axes are"),
     ],
 )

@@ -204,6 +204,15 @@ def test_what_does_not_fit_is_named(framework):
         load(framework, graph_maker(framework, "gat"), inputs, state, "net.0.conv")
 
 
+def test_the_layer_of_torch_itself_is_told_where_it_is_read():
+    nnx, flax_nnx = pytest.importorskip("flax.nnx"), pytest.importorskip("jax_attn_bwd.layers.flax_nnx")
+    layer = flax_nnx.MultiHeadAttention(2, 4, decode=False, rngs=nnx.Rngs(0))
+    with pytest.raises(
+        ValueError, match=r"compat\.torch\.multi_head_attention_forward takes torch's weights"
+    ):
+        flax_nnx.load_torch(layer, {"in_proj_weight": np.ones((12, 4))})
+
+
 def test_haiku_names_a_module_that_is_not_there():
     _, layers = imported("haiku")
     with pytest.raises(ValueError, match=r"module must be in params, got 'gat'; \['gat_conv/lin'\]"):

@@ -61,7 +61,7 @@ def test_every_answer_names_an_argument():
             if inspect.isclass(layer) and issubclass(layer, keywords.ChecksNames):
                 functions += [layer.__init__, layer.__call__]
     functions += [layers.keras.MultiHeadAttention.call, keras.layers.MultiHeadAttention.__init__]
-    functions += [keras.layers.GroupQueryAttention.__init__]
+    functions += [keras.layers.GroupQueryAttention.__init__, jab.Rotary.__init__]
     known = {"", "sliding_window"}.union(*(inspect.signature(f).parameters for f in functions))
     known = known.union(*(keywords.names_of(f) for f in functions))
     for word, answers in keywords.ELSEWHERE.items():
@@ -106,11 +106,17 @@ def test_every_answer_names_an_argument():
         (keras_call, "mask", "; write attention_mask=: True attends"),
         (keras_call, "is_causal", "write use_causal_mask=is_causal"),
         (keras_layer, "num_attention_heads", "write num_heads=num_attention_heads"),
+        (lambda **x: layers.keras.GroupedQueryAttention(**x), "num_heads", "write num_query_heads=num_heads"),
+        (jab.Rotary, "theta", "write base=theta"),
+        (nnx_layer, "rope_theta", "write rotary=jax_attn_bwd.Rotary(base=rope_theta)"),
+        (jab.gated_delta_rule, "reverse", "turn the tokens of all inputs"),
         (layers.flax_linen.GATConv, "num_heads", "write heads=num_heads"),
+        (layers.flax_linen.GATConv, "in_features", "the width is read off the input"),
+        (layers.flax_nnx.GATConv, "out_features", "write out_channels=out_features"),
         (layers.flax_linen.MultiHeadDotProductAttention, "embed_dim", "write qkv_features=embed_dim"),
         (layers.flax_linen.GatedDeltaNet, "causal", "linear attention is causal always"),
         (layers.flax_nnx.KimiDeltaAttention, "causal", "linear attention is causal always"),
-        (layers.haiku.KimiDeltaAttention, "past_key_values", "decode=True in Flax and Haiku"),
+        (layers.haiku.KimiDeltaAttention, "cache_params", "decode=True in Flax and Haiku"),
         (layers.equinox.KimiDeltaAttention, "conv_size", "write conv_kernel_dim=conv_size"),
         (layers.flax_linen.KimiDeltaAttention, "scale", "queries are scaled by 1 / sqrt(size of a head)"),
     ],
@@ -167,6 +173,37 @@ def test_the_order_of_torch_in_a_layer():
     with pytest.raises(ValueError, match=words):
         layers.equinox.MultiheadAttention(64, 4, key=KEY)
     nnx_layer(qkv_features=32)
+
+
+def test_tokens_in_the_place_of_sizes_and_a_key_in_that_of_rngs():
+    words = r"MultiHeadAttention.__init__\(\) makes a layer and takes no tokens; write layer = "
+    for layer in (layers.flax_nnx.MultiHeadAttention, layers.flax_linen.MultiHeadAttention):
+        with pytest.raises(TypeError, match=words):
+            layer(X)
+    for key in (KEY, 0):
+        with pytest.raises(
+            TypeError, match=r"GATConv: rngs must be nnx.Rngs, got .*; write rngs=nnx.Rngs\(key"
+        ):
+            layers.flax_nnx.GATConv(8, 4, rngs=key)
+    with pytest.raises(TypeError, match=r"write key=jax\.random\.key\(3\)"):
+        layers.equinox.GATConv(8, 4, key=3)
+    with pytest.raises(TypeError, match=r"inputs_k must be numbers, .* a mask is given by name: mask=mask"):
+        nnx_layer()(X, jnp.ones((3, 1, 1, 5), bool))
+    with pytest.raises(TypeError, match=r"input_shape must be a shape, .* write x\.shape"):
+        layers.flax_nnx.KimiDeltaAttention(16, 2, 4, rngs=nnx.Rngs(0)).init_cache(2)
+
+
+def test_a_context_that_is_called_with_a_model():
+    pytest.importorskip("keras")
+    with pytest.raises(TypeError, match=r"it is a context, .*: with use_attention\(\)"):
+        layers.keras.use_attention(nnx_layer())
+
+
+def test_several_tokens_in_a_step_of_nnx():
+    layer = nnx_layer()
+    layer.init_cache(X.shape)
+    with pytest.raises(ValueError, match=r"inputs_q must be one token, to decode, got .*x\[:, t : t \+ 1\]"):
+        layer(X, decode=True)
 
 
 def test_a_name_in_the_place_of_an_attention_function():
@@ -250,6 +287,15 @@ def test_what_help_shows_of_a_layer():
     for begin, shown in begins.items():
         signature = str(inspect.signature(shown))
         assert signature.startswith(begin) and len(signature) <= 900, begin
+
+
+@pytest.mark.parametrize("framework", NAMES)
+def test_what_help_shows_fits_a_tooltip(framework):
+    for name, layer in vars(getattr(layers, framework)).items():
+        if inspect.isclass(layer) and issubclass(layer, keywords.ChecksNames) and name[0] != "_":
+            signature = str(inspect.signature(layer))
+            assert len(signature) <= 900, name
+            assert " at 0x" not in signature, name
 
 
 def test_no_word_is_answered_with_self():

@@ -10,6 +10,8 @@ from jax_attn_bwd.ops.dot_product import mod_functions
 from jax_attn_bwd.ops.dot_product.mask import Mask
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options, Sizes
 
+_HEADS_LAST = "the layout is [..., T, N, H]; from [..., N, T, H] write x.swapaxes(-3, -2)"
+
 
 def prepare(
     operator: str, query, key, value, bias, mask, *, scale, logits_soft_cap, sink, dropout_rate, dropout_key,
@@ -83,14 +85,11 @@ def _query_key_value(operator: str, query, key, value) -> tuple[jax.Array, jax.A
     checks.shape(operator, "key", key, "[..., S, K, H]", (*batch, S, K, H))
     checks.shape(operator, "value", value, "[..., S, K, Hv]", (*batch, S, K, Hv))
     if K == 0 or N == 0 or N % K:
-        remedy = f"key and value have K = {K}; the layout is [..., T, N, H]"
+        remedy = f"key and value have K = {K}; {_HEADS_LAST}"
         expected = "be a positive multiple of the key heads K"
         raise ValueError(checks.message(operator, "query heads N", expected, N, remedy))
     if T == S and isinstance(T, int) and 1 < T <= N // 8 and N >= 64:
-        checks.warn(
-            f"{operator}: query {query.shape} has T = {T} tokens and N = {N} heads: the layout is"
-            " [..., T, N, H]; from [..., N, T, H] write x.swapaxes(-3, -2)"
-        )
+        checks.warn(f"{operator}: query {query.shape} has T = {T} tokens and N = {N} heads: {_HEADS_LAST}")
 
     # Shardings that fit together, without mesh axes of size 1.
     query, key, value = map(sharding.without_ones, (query, key, value))

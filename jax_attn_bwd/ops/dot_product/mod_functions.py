@@ -270,6 +270,7 @@ def prepared(
         if result.dtype != dtype:
             expected, remedy = f"return {dtype}, the dtype of the logits", "cast what it adds to logits.dtype"
             got = f"dtype {result.dtype}"
+            remedy = "a function of who attends is mask_mod" if got == "dtype bool" else remedy
             raise TypeError(checks.message(operator, "score_mod", expected, got, remedy))
         if result.shape != plane:
             expected = f"return logits of the shape that it is handed, here {plane}"

@@ -150,6 +150,7 @@ def prepare_transformer(
 def check_graph(operator: str, graph: Any) -> BipartiteCSC:
     """Checks that `graph` is one `BipartiteCSC`, not a stack of them."""
     remedy = "build one with BipartiteCSC.from_edge_index, from_coo or from_csc"
+    remedy = "write batch.graph" if isinstance(getattr(graph, "graph", None), BipartiteCSC) else remedy
     graph = checks.instance(operator, "graph", graph, BipartiteCSC, remedy)
     if (stack := np.shape(graph.offsets)[:-1]) != ():
         remedy = "map over it by jax.vmap of the call"
