@@ -74,6 +74,13 @@ def test_checkify_of_indices(program, differentiate):
         jax.eval_shape(checkify.checkify(run, errors=INDICES), *arrays)
 
 
+def test_checkify_takes_no_point_outside_of_a_feature_map_for_a_mistake():
+    call, *arrays = deformable_attention()
+    value, at = (jnp.linspace(-0.5, 1.5, x.size, dtype=x.dtype).reshape(x.shape) for x in arrays)
+    run = jax.jit(checkify.checkify(call, errors=checkify.index_checks))
+    assert run(value, at)[0].get() is None
+
+
 @parametrize("forward_mode", [False, True])
 def test_checkify_finds_nan(forward_mode):
     attend = lambda x: jab.dot_product_attention(x, x, x, forward_mode=forward_mode)

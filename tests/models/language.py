@@ -162,6 +162,20 @@ def of_mpt() -> Made:
     return model, {"inputs_embeds": tokens(48)}, {"use_cache": False}
 
 
+def deberta() -> Made:
+    config = dict(position_buckets=8, max_position_embeddings=64, relative_attention=True, share_att_key=True)
+    config |= dict(pos_att_type=["p2c", "c2p"], norm_rel_ebd="layer_norm", position_biased_input=False)
+    return whole("deberta-v2", **SMALL, **config), {"inputs_embeds": tokens(32, 50)}, {}
+
+
+def in_deberta(ours, original, module, hidden_states, *arguments, rel_embeddings, **told):
+    heads = lambda layer, x: layer(x).unflatten(-1, (module.num_attention_heads, -1))
+    q, k, v = (heads(f, hidden_states) for f in (module.query_proj, module.key_proj, module.value_proj))
+    pos_q, pos_k = (heads(f, rel_embeddings) for f in (module.query_proj, module.key_proj))
+    sizes = {"buckets": module.position_buckets, "longest": module.max_relative_positions}
+    return ours(q=q, k=k, v=v, pos_q=pos_q, pos_k=pos_k, **sizes).flatten(2), None
+
+
 MODELS: dict[str, Model] = {
     "gpt-oss": interface(
         "gpt_oss", "gpt_oss.modeling_gpt_oss",
@@ -179,6 +193,8 @@ MODELS: dict[str, Model] = {
         partial(decoder, "gemma3_text", **GEMMA3),
         "transformers.models.gemma3.modeling_gemma3:Gemma3Attention.forward", gemma3_layer, is_layer=True,
     ),
+    "Llama 3": interface("llama", "llama.modeling_llama", head_dim=8),
+    "Qwen3": interface("qwen3", "qwen3.modeling_qwen3", head_dim=8),
     "Mistral": interface("mistral", "mistral.modeling_mistral", window_of, sliding_window=6),
     "Llama 4": interface(
         "llama4_text", "llama4.modeling_llama4", chunk_of, head_dim=8, intermediate_size_mlp=48,
@@ -215,5 +231,9 @@ MODELS: dict[str, Model] = {
                 "lengths": torch.tensor([23, 20]),
             }
         ),
+    ),
+    "DeBERTa v3": Model(
+        deberta, "transformers.models.deberta_v2.modeling_deberta_v2:DisentangledSelfAttention.forward",
+        in_deberta,
     ),
 }  # fmt: skip

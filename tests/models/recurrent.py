@@ -118,9 +118,25 @@ class GLA(torch.nn.Module):
         return naive("gla", "naive_recurrent_gla")(q, k, v, log_decay)[0]
 
 
-def drawn(module: type, *names: str) -> Made:
+class GDN2(torch.nn.Module):
+    """FLA's definition of Gated DeltaNet 2: a gate for each channel that is erased, and that is written."""
+
+    def forward(self, q, k, v, log_decay, b, w) -> torch.Tensor:
+        return naive("gdn2", "naive_recurrent_gdn2")(q, k, v, log_decay, b, w)[0].double()
+
+
+class DPLR(torch.nn.Module):
+    """FLA's definition of what RWKV-7 computes; heads come before the length there."""
+
+    def forward(self, q, k, v, a, b, log_decay) -> torch.Tensor:
+        rule = naive("generalized_delta_rule/dplr", "dplr_recurrence")
+        out, _ = rule(*(x.float().transpose(1, 2) for x in (q, k, v, a, b, log_decay)))
+        return out.transpose(1, 2).double()
+
+
+def drawn(module: type, *names: str, size: float = 1.0) -> Made:
     """Numbers by name; decays are negative."""
-    inputs = {name: torch.randn(2, 40, 4, 8, dtype=torch.float64) for name in names}
+    inputs = {name: size * torch.randn(2, 40, 4, 8, dtype=torch.float64) for name in names}
     return module(), {name: -x.exp() if name == "log_decay" else x for name, x in inputs.items()}, {}
 
 
@@ -144,4 +160,14 @@ MODELS: dict[str, Model] = {
     ),
     "RetNet": Model(partial(drawn, Retention, "q", "k", "v"), "models.recurrent:Retention.forward", by_name),
     "GLA": Model(partial(drawn, GLA, "q", "k", "v", "log_decay"), "models.recurrent:GLA.forward", by_name),
+    "Gated DeltaNet 2": Model(
+        partial(drawn, GDN2, "q", "k", "v", "log_decay", "b", "w", size=0.4),
+        "models.recurrent:GDN2.forward",
+        by_name,
+    ),
+    "RWKV-7, the rule": Model(
+        partial(drawn, DPLR, "q", "k", "v", "a", "b", "log_decay", size=0.4),
+        "models.recurrent:DPLR.forward",
+        by_name,
+    ),
 }

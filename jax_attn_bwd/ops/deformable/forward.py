@@ -64,7 +64,7 @@ def sum_over_points(
     # all points at once
     if loops.output == "all points at once":
         at, weight = sampling.all_pixels(options, operands)
-        sum_of = partial(_sum_at_all_points, sampling.read_at_all_points)
+        sum_of = partial(_sum_at_all_points, sampling.read)
         sums = [sum_of(table, at.pixels, x) for table, x in terms(at, weight, *along)]
         return total(*sums).reshape(B, Q, M * D).astype(operands.value.dtype)
 
@@ -89,7 +89,7 @@ def sum_over_points(
         pixels, factors = fusion.barrier((at.pixels, [x for _, x in found]))
         for corner, pixel in enumerate(pixels):
             for (table, _), factor in zip(found, factors, strict=True):
-                rows = sampling.read(table, pixel, loops.on_all_cores).astype(dtype)
+                rows = sampling.read(table, pixel, dtype, loops.on_all_cores)
                 out += factor[corner][..., None] * rows
         return out, None
 

@@ -67,7 +67,7 @@ def at_all_points(
 ) -> PointGrads:
     """Returns the points' gradients, [B, Q, M, K] each: all points at once, as a GPU takes them."""
     at, weight = sampling.all_pixels(options, operands)
-    read = lambda pixel: sampling.read_at_all_points(operands.value, pixel, dout.dtype)
+    read = lambda pixel: sampling.read(operands.value, pixel, dout.dtype)
     d = [(dout[:, :, :, None] * read(pixel)).sum(-1) for pixel in at.pixels]  # (4)
     return gradients(wanted, at, weight, d)  # (5) to (7)
 
@@ -120,7 +120,7 @@ def point_by_point(
             d = _products_by_channel(value, rows, at.pixels, zeros)  # (4)
         else:
             dot = partial(jnp.einsum, "bqmd,bqmd->bqm", precision=lax.Precision.HIGHEST)
-            d = [dot(dout, sampling.read(value, pixel).astype(dout.dtype)) for pixel in at.pixels]  # (4)
+            d = [dot(dout, sampling.read(value, pixel, dout.dtype)) for pixel in at.pixels]  # (4)
         return None, gradients(wanted, at, weight, d)  # (5) to (7)
 
     # the points come in front: [K, B, M, Q] or [K, B, Q, M]

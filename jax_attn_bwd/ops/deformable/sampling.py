@@ -265,13 +265,21 @@ def scales(at: Pixels, weight: jax.Array) -> tuple[jax.Array, ...]:
     return tuple(fraction * weight for fraction in fractions(at))
 
 
-def read(value: jax.Array, pixel: jax.Array, heads_first: bool = False, mode: str = "fill") -> jax.Array:
+def read(value: jax.Array, pixel: jax.Array, dtype: Any, heads_first: bool = False) -> jax.Array:
     """Reads the pixels of `value [B, S, M, D]` at `[B, Q, M, ...]`, 0 outside: `[B, Q, M, ..., D]`.
 
-    With `heads_first`, M is in front of Q. With `mode="clip"`, what lies outside reads the last pixel.
+    With `heads_first`, M is in front of Q. The select is in the loop that gathers; what a gather fills in,
+    XLA:GPU looks up in a kernel of its own. What checks or exports a program takes an index that is outside
+    for a mistake, whatever the mode of the gather.
     """
+    last = value.shape[1] - 1
+    return _inside(rows_at(value, jnp.minimum(pixel, last), heads_first), pixel <= last, dtype)
+
+
+def rows_at(value: jax.Array, pixel: jax.Array, heads_first: bool = False) -> jax.Array:
+    """Reads `value` as `read` does, but the last pixel outside."""
     numbers, sizes = _rows_of(value, pixel, 1, (0, 2), (0, 1 if heads_first else 2))
-    return lax.gather(value, pixel[..., None], numbers, sizes, mode=mode, fill_value=0)
+    return lax.gather(value, pixel[..., None], numbers, sizes, mode="clip")
 
 
 def _rows_of(
@@ -291,21 +299,13 @@ def _rows_of(
     return numbers, (1,) * (value.ndim - 1) + (value.shape[-1],)
 
 
-def read_at_all_points(value: jax.Array, pixel: jax.Array, dtype: Any) -> jax.Array:
-    """Reads the pixels of `value [B, S, M, D]` at `[B, Q, M, K]`, 0 outside: `[B, Q, M, K, D]`.
-
-    The select is in the loop that gathers; what a gather fills in, XLA:GPU looks up in a kernel of its own.
-    """
-    return _inside(read(value, pixel, mode="clip"), pixel, value.shape[1], dtype)
-
-
 def read_level(planes: jax.Array, pixel: jax.Array, dtype: Any) -> jax.Array:
     """Reads the pixels of a level's `planes [..., n, D]` at `[..., Q, P]`, 0 outside: `[..., Q, P, D]`."""
-    lead = tuple(range(planes.ndim - 2))
+    lead, last = tuple(range(planes.ndim - 2)), planes.shape[-2] - 1
     numbers, sizes = _rows_of(planes, pixel, len(lead), lead, lead)
-    rows = lax.gather(planes, pixel[..., None], numbers, sizes, mode="clip")
-    return _inside(rows, pixel, planes.shape[-2], dtype)
+    rows = lax.gather(planes, jnp.minimum(pixel, last)[..., None], numbers, sizes, mode="clip")
+    return _inside(rows, pixel <= last, dtype)
 
 
-def _inside(rows: jax.Array, pixel: jax.Array, pixels: int, dtype: Any) -> jax.Array:
-    return jnp.where((pixel < pixels)[..., None], rows.astype(dtype), 0.0)
+def _inside(rows: jax.Array, inside: jax.Array, dtype: Any) -> jax.Array:
+    return jnp.where(inside[..., None], rows.astype(dtype), 0.0)

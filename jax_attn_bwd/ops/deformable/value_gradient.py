@@ -306,7 +306,7 @@ def _of_levels(options: Options, samples: Samples, dout: jax.Array) -> jax.Array
     runs, starts = fusion.barrier(_sorted(options, samples))
 
     # of each block of BLOCK sorted rows, then of each block of blocks, what its first run has in it
-    rows = sampling.read(dout, runs.query, heads_first=True, mode="clip")  # [B, M, n, BLOCK, D]
+    rows = sampling.rows_at(dout, runs.query, heads_first=True)  # [B, M, n, BLOCK, D]
     following = _sum_of_first_run(_at_corners(options, runs, rows), runs.cell)  # [B, M, n, C, D]
     cell, following = _blocks(runs.cell[..., 0]), _blocks(following)
     rest = _all_that_follow(_sum_of_first_run(following, cell), cell[..., 0])
@@ -454,7 +454,7 @@ def _run_of_corner(
     if _corners(options) == 4:
         below, right = _gather(runs.below, block), _gather(runs.right, block)
         scale *= (below if offset[0] else 1 - below) * (right if offset[1] else 1 - right)
-    rows = scale[..., None] * sampling.read(dout, _gather(runs.query, block), mode="clip")
+    rows = scale[..., None] * sampling.rows_at(dout, _gather(runs.query, block))
 
     # the blocks after it that the run leads, to the end of a block of blocks, [B, S, M, BLOCK, D]
     of_blocks = jnp.minimum((block + 1) // BLOCK, sums.cell.shape[2] - 1)
