@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.table == "scale":
             return _scale(path)
         if args.table == "programs":
-            return _programs(path, args.operator)
+            return _programs(path, args.operator, args.case)
         return _table(path, args.table, tuple(args.operator))
 
     operators = registered(args.implementation, tuple(args.operator))
@@ -105,13 +105,13 @@ def _scale(path: Path) -> int:
     return scale.table(path, here) if here else 2
 
 
-def _programs(path: Path, names: Sequence[str]) -> int:
+def _programs(path: Path, names: Sequence[str], cases: Sequence[str]) -> int:
     """Compiles the portable path and the plain formulas, and writes their section of the page."""
     for chip in traffic_table.CHIPS:
         if reason := devices.missing(chip):
             print(reason, file=sys.stderr)
             return 2
-    return traffic_table.table(path, names)
+    return traffic_table.table(path, names, cases=cases)
 
 
 def _table(path: Path, maker: str, names: tuple[str, ...]) -> int:

@@ -125,8 +125,8 @@ def test_segments_hold_every_edge_once(width, capacity, carried):
 
 @pytest.mark.parametrize("how", ["running", "exact", "bounded"])
 def test_spills_are_put_together(how):
-    """By running sums where `jit` cut the segments, else by tables: of one level, of two, and of three."""
-    for counts in ([0, 3, 0, 0, 1, 0, 2], [2, 300, 0, 17], [0, 4097]):
+    """By running sums where `jit` cut the segments, else by levels: one, two, and three of them."""
+    for counts in ([0, 3, 0, 0, 1, 0, 2], [2, 300, 0, 17], [0, 17_000]):
         nodes, parts = len(counts), np.where(np.array(counts) > 1, counts, 0)
         owner = np.repeat(np.arange(nodes), parts)
         x, room = np.random.default_rng(1).standard_normal((len(owner), 2)), 0 if how == "exact" else 5
@@ -134,9 +134,9 @@ def test_spills_are_put_together(how):
         for node in np.flatnonzero(parts):
             expected[node] = x[owner == node].sum(0)
         spills = len(owner) + room
-        found = (None, ())
+        found: tuple = (None, [])
         if how != "running":
-            found = segments.tables_of(parts, spills, (spills + 3) * LENGTH, how == "exact")
+            found = segments.levels_of_hubs(parts, spills, (spills + 3) * LENGTH, how == "exact")
         owner = jnp.asarray(np.append(owner, np.full(room, nodes)), jnp.int32)
         at = segments.Segments(
             None, None, None, None, owner, *jax.tree.map(lambda x: jnp.asarray(x, jnp.int32), found)

@@ -69,7 +69,7 @@ def walk(
     """Runs `body` over every segment; `heads` are H and D of the rows."""
     # what each program leaves: by node, by part of a node, by edge and by segment
     S, X, (H, D) = inputs.segments.node.shape[0], inputs.segments.owner.shape[0], heads
-    segments = inputs.segments._replace(owner=None, hubs=None, tables=())  # read when the kernel is done
+    segments = inputs.segments._replace(owner=None, hubs=None, levels=[])  # read when the kernel is done
     inputs = vary_alike(inputs._replace(segments=segments))
     carried = {name: (jnp.float32, body.is_row(name)) for name in (*body.numbers, *body.rows)}
     summed = {name: kind for name, kind in carried.items() if name not in body.by_segment}
