@@ -245,7 +245,7 @@ def _goal(
 def figures(call: Callable[..., Any], pair: Pair, device: Any) -> Figures:
     """Those of the gradients of `call` for the floating arrays of `pair`, compiled for `device`."""
     moving = [jnp.issubdtype(x.dtype, jnp.floating) for x in pair.arrays]
-    out = jax.eval_shape(call, *pair.arrays)
+    out = jax.eval_shape(pair.plain, *pair.arrays)  # kernels run on their chips alone
 
     def gradients(dout, *arrays):
         floats = [x for x, moves in zip(arrays, moving, strict=True) if moves]
@@ -293,9 +293,8 @@ def table(
 
 def _others(page: str, jobs: Sequence[tuple[Pair, str]]) -> list[tuple[str, ...]]:
     """The rows of the section that are of other pairs and chips."""
-    table = [line for line in section_of(page).splitlines() if line.startswith("| ")]
-    rows = [tuple(line.strip("| ").split(" | ")) for line in table[2:]]  # below the names and the rule
     new = {(pair.name, chip) for pair, chip in jobs}
+    rows = map(pages.cells, pages.rows(section_of(page)))
     return [row for row in rows if row[:2] not in new]
 
 

@@ -1,7 +1,7 @@
 """What a program for GPUs reads and writes, read from its text; the section of the page that tells it."""
 
 import jax
-from compile_only import traffic, traffic_table
+from compile_only import pages, traffic, traffic_table
 
 PROGRAM = """HloModule step, is_scheduled=true
 
@@ -203,3 +203,13 @@ def test_what_is_over_its_goal_is_told():
     assert goal.missed(figures(70, 20, 100), plain) == ""
     assert goal.missed(figures(98, 377, 101), plain) == "GB 0.98 > 0.7, temp 0.126 > 0.125, launches 377 > 20"
     assert traffic_table.Goal().missed(figures(110, 10, 880), plain) == "launches 10 > 9.9"
+
+
+def test_a_table_of_some_operators_takes_the_place_of_their_rows():
+    def page(*rows, more=()):
+        return pages.page("# Page", "## Kernels", pages.table(("operator", "x"), rows), *more)
+
+    old = page(("a", 1), ("b", 2), ("a", 3), more=("## Notes", "Words."))
+    assert pages.merged(old, page(("a", 4)), ("a",)) == page(("b", 2), ("a", 4), more=("## Notes", "Words."))
+    empty = pages.page("# Page", "## Kernels", "No kernel is registered.")
+    assert pages.merged(old, empty, ("b",)) == page(("a", 1), ("a", 3), more=("## Notes", "Words."))

@@ -271,7 +271,7 @@ def _arrays(
     }
     if pair:
         found["schedules"] = Schedules(pair[0], pair[1], starts[1][1:] > starts[1][:-1])
-    int32 = lambda x: jnp.asarray(x, None if x.dtype == bool else jnp.int32)
+    int32 = lambda x: jnp.asarray(x, x.dtype if x.dtype in (bool, np.int16) else jnp.int32)
     return jax.tree.map(int32, found) | {"exact": cut.exact and incoming.number.shape[1] == 1}
 
 

@@ -30,7 +30,7 @@ AT_ONCE = Way("all at once", "forward.py, backward.py", "few elements of edges a
 CHUNKS = Way("chunks", "loops.py", "more: a loop", "no array of all edges and features", "4b18114")
 GROUPS = Way("groups", "loops.py", "off CPUs: dense sums, then blocks in a fixed order", "", _TRACED)
 BY_ORDER = Way(
-    "by their order", "loops.py", "groups, all at once", "13 to 20 launches in place of 49 to 60", _ORDERED
+    "by their order", "loops.py", "groups, all at once", "15 to 20 launches in place of 49 to 60", _ORDERED
 )
 PIECES = Way("pieces", "placement.py", "nodes on several devices, which share the edges")
 AS_FORWARD = Way("back as forward", "backward.py", "single edges at once", "0.4 to 0.9 of it", "849fb96")

@@ -25,11 +25,11 @@ LENGTH = 256  # edges of a segment, at most
 class Segments(NamedTuple):
     """The edges of a graph, sorted by the nodes at one end; S segments, X spills."""
 
-    node: Any  # int32 [S], whose edges these are; past the end: there is no such segment
+    # int32 [S], the node of which these are all edges; of a part of a node's edges, whose sums go to spill k,
+    # -1 - k; past the end: there is no such segment
+    node: Any
     begin: Any  # int32 [S], the first of its slots: places of the edges in the groups, row by row
-    end: Any  # int32 [S], past the last of them
-    # int32 [S], where the sums of a part of a node's edges go; -1: these are all of them; None: all are
-    spill: Any
+    length: Any  # int16 [S], how many slots
     owner: Any  # int32 [X], the node of each spill, not decreasing; past the end: none
     hubs: Any  # int32 [K], the nodes that have spills, increasing; None where `jit` cut them
     levels: Any  # a list of `SumLevel`, by which the spills of each hub are put together
@@ -67,8 +67,8 @@ def segments(xp: Any, cuts: Sequence[Cut], exact: bool) -> list[Segments]:
     number = [xp.arange(n, dtype=np.int32) for n in size]
     shorter = []
     for cut, n in zip(cuts, number, strict=True):
-        node, begin, end, _ = _segment(xp, cut, n)
-        shorter.append(xp.where(node < len(cut.first), begin - end, 1))
+        node, _, length = _segment(xp, cut, n)
+        shorter.append(xp.where(node < len(cut.first), -length, 1))
     orders: list[Any]
     if xp is np:
         orders = [np.argsort(x, kind="stable") for x in shorter]
@@ -80,17 +80,17 @@ def segments(xp: Any, cuts: Sequence[Cut], exact: bool) -> list[Segments]:
 
     found = []
     for cut, order in zip(cuts, orders, strict=True):
-        node, begin, end, spill = _segment(xp, cut, order)
+        node, begin, length = _segment(xp, cut, order)
         spills = len(cut.owner)
         hubs, levels = None, []
         if xp is np and spills:
             hubs, levels = levels_of_hubs(cut.parts, spills, cut.edges, exact)
-        found.append(Segments(node, begin, end, spill if spills else None, cut.owner, hubs, levels))
+        found.append(Segments(node, begin, length.astype(np.int16), cut.owner, hubs, levels))
     return found
 
 
-def _segment(xp: Any, cut: Cut, number: Any) -> tuple[Any, Any, Any, Any]:
-    """Returns (node, begin, end, spill) of the segments of these numbers, as they are in `Segments`."""
+def _segment(xp: Any, cut: Cut, number: Any) -> tuple[Any, Any, Any]:
+    """Returns (node, begin, length) of the segments of these numbers, as they are in `Segments`."""
     nodes, spills = len(cut.first), len(cut.owner)
     spill = xp.maximum(number - nodes, -1)
     node, rank = number, 0
@@ -100,10 +100,9 @@ def _segment(xp: Any, cut: Cut, number: Any) -> tuple[Any, Any, Any, Any]:
     if spills:
         rank = xp.where(spill < 0, 0, spill - cut.spill[known])
         node = xp.where((spill < 0) & (cut.parts[known] > 0), nodes, node)
-    begin = cut.first[known] + rank * LENGTH
-    end = xp.minimum(begin + LENGTH, cut.first[known] + cut.degree[known])
-    begin, end = (xp.where(node < nodes, x, 0) for x in (begin, end))
-    return node, begin, end, spill
+    begin, length = cut.first[known] + rank * LENGTH, xp.minimum(cut.degree[known] - rank * LENGTH, LENGTH)
+    begin, length = (xp.where(node < nodes, x, 0) for x in (begin, length))
+    return xp.where((spill < 0) | (node == nodes), node, -1 - spill), begin, length
 
 
 def levels_of_hubs(
