@@ -82,7 +82,7 @@ def segments(xp: Any, cuts: Sequence[Cut], exact: bool) -> list[Segments]:
     for cut, order in zip(cuts, orders, strict=True):
         node, begin, length = _segment(xp, cut, order)
         spills = len(cut.owner)
-        hubs, levels = None, []
+        hubs, levels = None, list[SumLevel]()
         if xp is np and spills:
             hubs, levels = levels_of_hubs(cut.parts, spills, cut.edges, exact)
         found.append(Segments(node, begin, length.astype(np.int16), cut.owner, hubs, levels))
