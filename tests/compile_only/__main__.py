@@ -12,7 +12,7 @@ from bench import report
 from cases import discover
 
 from compile_only import __doc__ as description
-from compile_only import compiling, devices, gpu, scale, tpu, traffic_table
+from compile_only import compiling, devices, gpu, pages, scale, tpu, traffic_table
 from compile_only.programs import Program, registered
 from jax_attn_bwd._core import backend, console
 
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.table == "scale":
             return _scale(path)
         if args.table == "programs":
-            return _programs(path, args.operator)
+            return _programs(path, args.operator, args.case)
         return _table(path, args.table, tuple(args.operator))
 
     operators = registered(args.implementation, tuple(args.operator))
@@ -105,13 +105,13 @@ def _scale(path: Path) -> int:
     return scale.table(path, here) if here else 2
 
 
-def _programs(path: Path, names: Sequence[str]) -> int:
+def _programs(path: Path, names: Sequence[str], cases: Sequence[str]) -> int:
     """Compiles the portable path and the plain formulas, and writes their section of the page."""
     for chip in traffic_table.CHIPS:
         if reason := devices.missing(chip):
             print(reason, file=sys.stderr)
             return 2
-    return traffic_table.table(path, names)
+    return traffic_table.table(path, names, cases=cases)
 
 
 def _table(path: Path, maker: str, names: tuple[str, ...]) -> int:
@@ -135,8 +135,11 @@ def _table(path: Path, maker: str, names: tuple[str, ...]) -> int:
             versions = json.loads(out.read_text())
             programs += compiling.read(versions)
     page = {"nvidia": gpu.markdown, "tpu": tpu.markdown}[maker](programs, versions)
-    if maker == "nvidia" and path.exists():  # the section has a command of its own
-        page = traffic_table.with_section(page, traffic_table.section_of(path.read_text()))
+    old = path.read_text() if path.exists() else ""
+    if names and old:  # other rows stay as they are
+        page = pages.merged(old, page, names)
+    elif maker == "nvidia" and old:  # the section has a command of its own
+        page = traffic_table.with_section(page, traffic_table.section_of(old))
     path.write_text(page)
     return int(bool(_tell(f"wrote {path}: {len(programs)} programs", programs)))
 
@@ -146,7 +149,7 @@ def _combinations(maker: str, names: tuple[str, ...]) -> Iterator[tuple[str, str
     for implementation, targets in TABLES[maker].items():
         if registered(implementation, names):
             yield from ((implementation, target, ()) for target in targets)
-    if maker == "tpu" and "scaled_masked_softmax" not in names:
+    if maker == "tpu" and (not names or "dot_product_attention" in names):
         yield from (("mosaic_tpu", target, ("--peers",)) for target in ("v5e", "v6e"))
 
 

@@ -22,7 +22,8 @@ from jax_attn_bwd.ops.dot_product.portable.strips import StripSource
 from jax_attn_bwd.ops.dot_product.spec import Operands, Options
 
 GPUS = ("H200", "A100")
-CHIPS = (*GPUS, "v5e")  # linear attention alone is compiled for a TPU, too
+TPUS = ("v5e", "v6e")  # for which linear attention alone is compiled
+CHIPS = (*GPUS, *TPUS)
 HEADING = "## Portable path beside the plain formula"
 LINEAR = ("gated_delta_rule", "gated_linear_attention")
 DOCUMENTS = 4  # of equal length, in a packed sequence
@@ -37,8 +38,9 @@ segments:
 {DOCUMENTS} documents of equal length, causal; which of its widths a strip takes is told at run time, and each
 width counts as often as these documents take it. Softmax stands beside
 `jax.nn.softmax`, graphs (constants of their programs) beside `jax.ops.segment_sum`, deformable attention
-beside gathers of its corners, linear attention beside its chunks as programs have them, in float32; on a v5e
-arrays that lie in the memory on the chip do not count.
+beside gathers of its corners, linear attention beside its chunks as programs have them, in float32 if not
+said otherwise; "kernels": ours for that chip, else the portable path; on a TPU arrays that lie in the memory
+on the chip do not count.
 Dense attention has goals. Causal, window, segments: at most {CAUSAL} of the plain formula's bytes for causal
 attention, else as large a share of them as the live tiles have of the plane; at most an eighth of its
 temporaries; at most {LAUNCHES} launches for each live tile. Full, padding, bias: at most {PLANES} of its
@@ -101,21 +103,40 @@ def others() -> Iterator[Pair]:
         if operator.name in _PLAIN:
             timed = [case for case in operator.tagged("timed") if case.name not in _LEFT_OUT]
             yield _beside(operator, timed[0])
+            if operator.name in LINEAR:
+                yield from _kernels(operator, timed[0])
 
 
-def _beside(operator: Operator, case: Case) -> Pair:
+def _beside(operator: Operator, case: Case, implementation: str = "xla") -> Pair:
     with targets.aimed_at(GPUS[0]):  # a graph is built for the chip that it is used on
         types = shapes(case)
-
-    def first_output(call, options, *arrays):
-        return call(**dict(zip(types, arrays, strict=True)), **options)[0]
-
-    ours = partial(first_output, operator.call, {**case.options, "implementation": "xla"})
+    first_output = partial(_first_output, tuple(types))
+    ours = partial(first_output, operator.call, {**case.options, "implementation": implementation})
     formula = _PLAIN[operator.name](operator, case)
     if formula is None:
         formula = partial(first_output, operator.reference, case.options)
     chips = CHIPS if operator.name in LINEAR else GPUS
     return Pair(f"{operator.name}, {case.name}", ours, formula, tuple(types.values()), chips=chips)
+
+
+def _first_output(names: Sequence[str], call: Any, options: Any, *arrays: jax.Array) -> jax.Array:
+    return call(**dict(zip(names, arrays, strict=True)), **options)[0]
+
+
+def _kernels(operator: Operator, case: Case) -> Iterator[Pair]:
+    """The kernels of linear attention: TPUs' in float32, Hopper's beside the portable path in bfloat16."""
+    of_tpus = _beside(operator, case, "mosaic_tpu")
+    yield of_tpus._replace(name=f"{of_tpus.name}, kernels", chips=TPUS)
+    for words, implementation in (("", "xla"), (", kernels", "mosaic_gpu")):
+        pair = _beside(operator, case, implementation)
+        narrow = tuple(jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) for x in pair.arrays)
+        formula = partial(_in_float32, pair.plain)
+        yield Pair(f"{pair.name}, bfloat16{words}", pair.ours, formula, narrow, chips=GPUS[:1])
+
+
+def _in_float32(formula: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
+    """The formula of narrow arrays: JAX solves triangular systems in float32 and wider alone."""
+    return formula(*(x.astype(jnp.float32) for x in arrays)).astype(arrays[0].dtype)
 
 
 def _segments(operator: Operator, case: Case) -> Callable[..., Any]:
@@ -224,7 +245,7 @@ def _goal(
 def figures(call: Callable[..., Any], pair: Pair, device: Any) -> Figures:
     """Those of the gradients of `call` for the floating arrays of `pair`, compiled for `device`."""
     moving = [jnp.issubdtype(x.dtype, jnp.floating) for x in pair.arrays]
-    out = jax.eval_shape(call, *pair.arrays)
+    out = jax.eval_shape(pair.plain, *pair.arrays)  # kernels run on their chips alone
 
     def gradients(dout, *arrays):
         floats = [x for x, moves in zip(arrays, moving, strict=True) if moves]
@@ -243,13 +264,20 @@ def figures(call: Callable[..., Any], pair: Pair, device: Any) -> Figures:
     return Figures(found, compiled.memory_analysis().temp_size_in_bytes)
 
 
-def table(path: Path, operators: Sequence[str] = (), chips: Sequence[str] = CHIPS) -> int:
-    """Compiles the pairs of these operators, or all, and writes the section into the page at `path`.
+def table(
+    path: Path, operators: Sequence[str] = (), chips: Sequence[str] = CHIPS, cases: Sequence[str] = ()
+) -> int:
+    """Compiles the pairs of these operators and cases, or all, and writes the section of the page at `path`.
 
-    Rows of other operators stay as they are.
+    Other rows stay as they are.
     """
     found = {chip: devices.devices(chip)[0] for chip in chips}  # before JAX computes anything
-    wanted = [pair for pair in pairs() if not operators or pair.name.split(", ")[0] in operators]
+    is_one_of = lambda x, names: not names or x in names
+    wanted = []
+    for pair in pairs():
+        operator, _, case = pair.name.partition(", ")
+        if is_one_of(operator, operators) and is_one_of(case, cases):
+            wanted.append(pair)
     jobs = [(pair, chip) for pair in wanted for chip in chips if chip in pair.chips]
     lines = []
     for pair, chip in console.progress(jobs, len(jobs), "compile"):
@@ -257,16 +285,17 @@ def table(path: Path, operators: Sequence[str] = (), chips: Sequence[str] = CHIP
             _line(pair, chip, *(figures(call, pair, found[chip]) for call in (pair.ours, pair.plain)))
         )
     page = path.read_text() if path.exists() else ""
-    path.write_text(with_section(page, section([*lines, *(_others(page, operators) if operators else ())])))
+    kept = _others(page, jobs) if operators or cases else []
+    path.write_text(with_section(page, section([*lines, *kept])))
     print(f"wrote {path}: {2 * len(lines)} programs")
     return 0
 
 
-def _others(page: str, operators: Sequence[str]) -> list[tuple[str, ...]]:
-    """The rows of the section that are of other operators."""
-    table = [line for line in section_of(page).splitlines() if line.startswith("| ")]
-    rows = [tuple(line.strip("| ").split(" | ")) for line in table[2:]]  # below the names and the rule
-    return [row for row in rows if row[0].split(", ")[0] not in operators]
+def _others(page: str, jobs: Sequence[tuple[Pair, str]]) -> list[tuple[str, ...]]:
+    """The rows of the section that are of other pairs and chips."""
+    new = {(pair.name, chip) for pair, chip in jobs}
+    rows = map(pages.cells, pages.rows(section_of(page)))
+    return [row for row in rows if row[:2] not in new]
 
 
 def _line(pair: Pair, chip: str, ours: Figures, plain: Figures) -> tuple[Any, ...]:

@@ -47,6 +47,7 @@ LAYERS = (
         "ops/*/reference",
         "ops/graph/groups",
         "ops/graph/segments",
+        "ops/graph/levels",
         "ops/graph/loops",
         "ops/graph/placement",
     ),

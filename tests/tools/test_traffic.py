@@ -1,7 +1,7 @@
 """What a program for GPUs reads and writes, read from its text; the section of the page that tells it."""
 
 import jax
-from compile_only import traffic, traffic_table
+from compile_only import pages, traffic, traffic_table
 
 PROGRAM = """HloModule step, is_scheduled=true
 
@@ -151,11 +151,14 @@ def test_fusions_within_fusions_and_the_memory_on_a_chip():
 def test_every_pair_is_one_call_of_two_forms():
     names = []
     for pair in traffic_table.pairs((1, 64, 2, 8)):
+        names.append(pair.name)
+        if pair.name.endswith("kernels"):  # which run on their chips alone
+            continue
         with jax.numpy_dtype_promotion("standard"):  # which `jax.nn` needs
             ours, plain = (jax.eval_shape(call, *pair.arrays) for call in (pair.ours, pair.plain))
         assert (ours.shape, ours.dtype) == (plain.shape, plain.dtype), pair.name
-        names.append(pair.name)
-    assert len(set(names)) == len(names) == 8 + len(traffic_table._PLAIN)
+    more = 3 * len(traffic_table.LINEAR)
+    assert len(set(names)) == len(names) == 8 + len(traffic_table._PLAIN) + more
 
 
 def test_the_section_replaces_an_older_one_and_no_other():
@@ -167,13 +170,15 @@ def test_the_section_replaces_an_older_one_and_no_other():
     assert "softmax | H200" not in traffic_table.with_section(page, traffic_table.section([]))
 
 
-def test_rows_of_other_operators_stay():
+def test_other_rows_stay():
     lines = [
         (f"{name}, a", "H200", *"123456", "0.5", "-", "fusion, 1") for name in ("softmax", "dense", "gat")
     ]
     page = traffic_table.with_section("# Page", traffic_table.section(lines))
-    assert traffic_table._others(page, ["dense"]) == [lines[0], lines[2]]
-    assert traffic_table._others("# Page", ["dense"]) == []
+    new = traffic_table.Pair("dense, a", len, len, ())
+    assert traffic_table._others(page, [(new, "H200")]) == [lines[0], lines[2]]
+    assert traffic_table._others(page, [(new, "A100")]) == lines
+    assert traffic_table._others("# Page", [(new, "H200")]) == []
 
 
 def test_goals_follow_the_plain_formula_or_the_live_tiles():
@@ -198,3 +203,13 @@ def test_what_is_over_its_goal_is_told():
     assert goal.missed(figures(70, 20, 100), plain) == ""
     assert goal.missed(figures(98, 377, 101), plain) == "GB 0.98 > 0.7, temp 0.126 > 0.125, launches 377 > 20"
     assert traffic_table.Goal().missed(figures(110, 10, 880), plain) == "launches 10 > 9.9"
+
+
+def test_a_table_of_some_operators_takes_the_place_of_their_rows():
+    def page(*rows, more=()):
+        return pages.page("# Page", "## Kernels", pages.table(("operator", "x"), rows), *more)
+
+    old = page(("a", 1), ("b", 2), ("a", 3), more=("## Notes", "Words."))
+    assert pages.merged(old, page(("a", 4)), ("a",)) == page(("b", 2), ("a", 4), more=("## Notes", "Words."))
+    empty = pages.page("# Page", "## Kernels", "No kernel is registered.")
+    assert pages.merged(old, empty, ("b",)) == page(("a", 1), ("a", 3), more=("## Notes", "Words."))

@@ -30,7 +30,7 @@ from jax_attn_bwd.ops.graph import loops, placement
 from jax_attn_bwd.ops.graph.kinds.kind import Kind, Rows, Tables, split_heads
 from jax_attn_bwd.ops.graph.loops import Chunk, has_edges, own_rows, rows, take
 from jax_attn_bwd.ops.graph.plan import Plan
-from jax_attn_bwd.ops.graph.softmax import present, result_of_sums, softmax
+from jax_attn_bwd.ops.graph.softmax import highest_score, present, result_of_sums, softmax
 from jax_attn_bwd.ops.graph.spec import Operands, Result
 from jax_attn_bwd.ops.graph.structure import BipartiteCSC
 
@@ -87,6 +87,8 @@ def _sums(
         s = [scores(kind, t, chunk) for chunk in parts]
     else:
         s = [loops.each(partial(scores, kind, t), groups, graph.capacity, grid)]
+    if plan.sums_in_one:
+        return _sums_in_one(plan, t, graph, parts, s, out, l)
     p, m, l = softmax(s, parts, graph, l, mesh_axes)
 
     # w, with dropout
@@ -102,6 +104,24 @@ def _sums(
         for chunk, w_k in zip(parts, w, strict=True):
             weights = loops.put(weights, chunk.number, w_k)
     return _EdgeSums(out, m, l, weights)
+
+
+def _sums_in_one(
+    plan: Plan, t: Tables, graph: BipartiteCSC, parts: list[Chunk], s: list[jax.Array], out: Any, l: Any
+) -> _EdgeSums:
+    """Sums the messages and l as one row, and divides behind the sum; `out` and `l` are zeros."""
+    m = highest_score(s, parts, graph, l)
+    e = [jnp.exp(s_k - own_rows(m, chunk)) for s_k, chunk in zip(s, parts, strict=True)]
+
+    def share(chunk, e_k):
+        z = plan.kind.dropout_factors(t, chunk)
+        rows = weighted_messages(plan.kind, t, chunk, e_k if z is None else e_k * z)
+        return jnp.concatenate([rows, loops.sum_of_group(e_k, chunk)[..., None]], -1)
+
+    zeros = jnp.concatenate([out, l[..., None]], -1)
+    sums = loops.sum_in_runs(zeros, graph, share, plan.loops.messages, e)
+    out, l = sums[..., :-1], sums[..., -1]
+    return _EdgeSums(out / jnp.where(l == 0, 1, l)[..., None], m[: graph.num_dst], l, None)
 
 
 def _sums_over_pieces(plan: Plan, graph: BipartiteCSC, read: tuple[Tables, jax.Array]) -> _EdgeSums:

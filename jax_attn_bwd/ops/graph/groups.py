@@ -22,6 +22,7 @@ from jax import lax
 from jax_attn_bwd._core import checks
 from jax_attn_bwd._core.numerics import ceil_div
 from jax_attn_bwd._core.trees import exportable_tuple
+from jax_attn_bwd.ops.graph.levels import levels_of
 from jax_attn_bwd.ops.graph.segments import (
     Cut,
     Segments,
@@ -34,7 +35,6 @@ from jax_attn_bwd.ops.graph.segments import (
 
 LIMIT = 2**31 - 1  # the most that an int32 counts
 RUN = 256  # edges that one sum adds up in turn: its error grows with their number
-_TOGETHER = 16  # rows of a level that one row of the next sums: XLA:GPU writes what a longer axis sums
 
 
 @exportable_tuple
@@ -68,14 +68,6 @@ class Order(NamedTuple):
 
 
 @exportable_tuple
-class SumLevel(NamedTuple):
-    """Rows that are sums of up to 16 rows, which lie together, of the level before; the last: one a node."""
-
-    start: Any  # int32 [R + 1], where the rows of each begin; those of the next are behind them
-    steps: Any  # int32 [K], 0 to K - 1: no row is the sum of more than K
-
-
-@exportable_tuple
 class Schedules(NamedTuple):
     """What depends on a graph alone, beside its groups."""
 
@@ -89,6 +81,7 @@ class Side(NamedTuple):
 
     nodes: int
     width: int  # the most edges of a group
+    together: int  # the most rows of groups that one step of a sum joins
 
 
 class Grouping(NamedTuple):
@@ -107,7 +100,7 @@ class Grouping(NamedTuple):
 
 def _most_groups(cut: Grouping, side: Side) -> int:
     """Returns the number of groups that the edges may need."""
-    room, (nodes, width) = cut.room, side
+    room, nodes, width = cut.room, side.nodes, side.width
     bound = room if width == 1 else nodes and nodes + max(ceil_div(room, width) - 1, 0)
     if bound * width > LIMIT:
         expected = f"need at most {LIMIT} slots, which int32 can count"
@@ -224,8 +217,9 @@ def _is_their_order(groups: Groups, nodes: int) -> bool:
     if groups.order is None:
         return True
     first, is_traced = _starts(np, groups.node, nodes), groups.order.levels is None
+    together = groups.order.levels[0].steps.shape[0] if groups.order.levels else 1
     for exact in (True, False):
-        expected = _order(np, first, groups.node, exact, groups.order.first is not None)
+        expected = _order(np, first, groups.node, exact, groups.order.first is not None, together)
         expected = expected._replace(levels=None) if expected and is_traced else expected
         if _alike(groups.order, expected):
             return True
@@ -277,7 +271,7 @@ def _arrays(
     }
     if pair:
         found["schedules"] = Schedules(pair[0], pair[1], starts[1][1:] > starts[1][:-1])
-    int32 = lambda x: jnp.asarray(x, None if x.dtype == bool else jnp.int32)
+    int32 = lambda x: jnp.asarray(x, x.dtype if x.dtype in (bool, np.int16) else jnp.int32)
     return jax.tree.map(int32, found) | {"exact": cut.exact and incoming.number.shape[1] == 1}
 
 
@@ -335,14 +329,15 @@ def _grouped(
             other, number = fill(other, others[k]), fill(number, cut.room)
         else:
             other, number = (xp.full((total, width), none, np.int32) for none in (others[k], cut.room))
-        order = None if cut.in_order or not nodes else _order(xp, first, owner, exact, cut.first_apart)
+        is_ordered = nodes and not cut.in_order
+        order = _order(xp, first, owner, exact, cut.first_apart, side.together) if is_ordered else None
         groups.append(Groups(owner, other, number, order))
         if in_segments:
             cuts.append(Cut(first[:-1] * width, degrees[k], cut.room, parts[k], *owned[2 + k]))
     return groups, cuts
 
 
-def _order(xp: Any, first: Any, owner: Any, exact: bool, first_apart: bool) -> Order | None:
+def _order(xp: Any, first: Any, owner: Any, exact: bool, first_apart: bool, together: int) -> Order | None:
     """Finds the `Order` of groups of the nodes `owner`, those of each node from `first` `[nodes + 1]` on."""
     total, nodes = len(owner), len(first) - 1
     others = leading = None
@@ -354,25 +349,7 @@ def _order(xp: Any, first: Any, owner: Any, exact: bool, first_apart: bool) -> O
     if xp is not np:
         return Order(leading, others, None) if first_apart else None
     count = np.diff(first) - first_apart
-    return Order(leading, others, _levels(count, total - first_apart * nodes, exact))
-
-
-def _levels(count: np.ndarray, rows: int, exact: bool) -> list[SumLevel]:
-    """Finds by which levels the `rows` are summed, of which each node has a `count`."""
-    found: list[SumLevel] = []
-    nodes, most = len(count), int(count.max()) if exact else rows
-    while most:
-        start = np.concatenate([[0], np.cumsum(count)])
-        if most <= _TOGETHER:
-            return [*found, SumLevel(start, np.arange(most))]
-        parts = -(-count // _TOGETHER)
-        owner, begin = np.repeat(np.arange(nodes), parts), np.cumsum(parts) - parts
-        begin = start[owner] + (np.arange(len(owner)) - begin[owner]) * _TOGETHER
-        rows = len(owner) if exact else nodes + rows // _TOGETHER
-        begin = np.pad(begin, (0, rows + 1 - len(owner)), constant_values=start[-1])
-        found.append(SumLevel(begin, np.arange(_TOGETHER)))
-        count, most = parts, -(-most // _TOGETHER)
-    return found
+    return Order(leading, others, levels_of(count, total - first_apart * nodes, exact, together))
 
 
 def segments_of_groups(xp: Any, groups: Groups, nodes: int, capacity: int, exact: bool = False) -> Segments:

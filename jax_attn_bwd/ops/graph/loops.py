@@ -33,7 +33,8 @@ from jax_attn_bwd._core import fusion
 from jax_attn_bwd._core.remat import checkpoint
 from jax_attn_bwd._core.sharding import full_like_operands
 from jax_attn_bwd._core.split import join
-from jax_attn_bwd.ops.graph.groups import RUN, Groups, SumLevel
+from jax_attn_bwd.ops.graph.groups import RUN, Groups
+from jax_attn_bwd.ops.graph.levels import SumLevel
 
 _NONE = np.int32(2**31 - 1)  # a node past every end
 _BLOCK = 4  # rows that are summed in a fixed order, at each level
@@ -129,20 +130,18 @@ def add(x: jax.Array, chunk: Chunk, rows: jax.Array) -> jax.Array:
     The order of the sum is fixed, also where a scatter has none.
     """
     if chunk.levels is not None:
-        rows = _by_levels(rows.astype(x.dtype), chunk.levels, 0, lambda x: x.sum(1))
+        rows = by_levels(rows.astype(x.dtype), chunk.levels, jnp.sum, 0)
     if chunk.node is None or chunk.levels is not None:
         more = ((0, x.shape[0] - rows.shape[0]), *((0, 0) for _ in x.shape[1:]))
         return x + jnp.pad(rows.astype(x.dtype), more)
     return add_sorted(x, chunk.node, rows, chunk.in_order)
 
 
-def _by_levels(
-    rows: jax.Array, levels: Sequence[SumLevel], fill: float, joined: Callable[[jax.Array], jax.Array]
-) -> jax.Array:
-    """Joins the rows of each node, by `joined` of `[R, K, ...]`; `fill` where there are fewer than K."""
+def by_levels(rows: jax.Array, levels: Sequence[SumLevel], joined: Any, fill: float) -> jax.Array:
+    """Joins the rows of each node by `joined`, `jnp.sum` or `jnp.max`; `fill` where there is none."""
     for start, steps in levels:
         at = start[:-1, None] + np.arange(steps.shape[0], dtype=np.int32)[None]
-        rows = joined(_where(at < start[1:, None], _or_last(rows, at), fill))
+        rows = joined(_where(at < start[1:, None], _or_last(rows, at), fill), axis=1)
     return rows
 
 
@@ -206,7 +205,7 @@ def _tails_of_blocks(rows: jax.Array, node: jax.Array) -> tuple[jax.Array, jax.A
 def highest(x: jax.Array, chunk: Chunk, rows: jax.Array) -> jax.Array:
     """Takes the higher of `x`, by node, and the `rows` of a chunk's groups."""
     if chunk.levels is not None:
-        rows = _by_levels(rows, chunk.levels, -jnp.inf, lambda x: x.max(1))
+        rows = by_levels(rows, chunk.levels, jnp.max, -jnp.inf)
     elif chunk.node is not None:
         at = x.at[chunk.node]
         return at.max(rows, mode="drop", indices_are_sorted=True, wrap_negative_indices=False)

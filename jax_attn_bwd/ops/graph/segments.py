@@ -16,23 +16,23 @@ import numpy as np
 from jax import lax
 
 from jax_attn_bwd._core.trees import exportable_tuple
+from jax_attn_bwd.ops.graph.levels import SumLevel, levels_of, most_together
 
 LENGTH = 256  # edges of a segment, at most
-_TOGETHER = 16  # spills that one step puts together: XLA:GPU writes what it sums along a longer axis
 
 
 @exportable_tuple
 class Segments(NamedTuple):
     """The edges of a graph, sorted by the nodes at one end; S segments, X spills."""
 
-    node: Any  # int32 [S], whose edges these are; past the end: there is no such segment
+    # int32 [S], the node of which these are all edges; of a part of a node's edges, whose sums go to spill k,
+    # -1 - k; past the end: there is no such segment
+    node: Any
     begin: Any  # int32 [S], the first of its slots: places of the edges in the groups, row by row
-    end: Any  # int32 [S], past the last of them
-    # int32 [S], where the sums of a part of a node's edges go; -1: these are all of them; None: all are
-    spill: Any
+    length: Any  # int16 [S], how many slots
     owner: Any  # int32 [X], the node of each spill, not decreasing; past the end: none
     hubs: Any  # int32 [K], the nodes that have spills, increasing; None where `jit` cut them
-    tables: Any  # of int32 [n, 16]; see `tables_of`
+    levels: Any  # a list of `SumLevel`, by which the spills of each hub are put together
 
 
 class Cut(NamedTuple):
@@ -67,8 +67,8 @@ def segments(xp: Any, cuts: Sequence[Cut], exact: bool) -> list[Segments]:
     number = [xp.arange(n, dtype=np.int32) for n in size]
     shorter = []
     for cut, n in zip(cuts, number, strict=True):
-        node, begin, end, _ = _segment(xp, cut, n)
-        shorter.append(xp.where(node < len(cut.first), begin - end, 1))
+        node, _, length = _segment(xp, cut, n)
+        shorter.append(xp.where(node < len(cut.first), -length, 1))
     orders: list[Any]
     if xp is np:
         orders = [np.argsort(x, kind="stable") for x in shorter]
@@ -80,15 +80,17 @@ def segments(xp: Any, cuts: Sequence[Cut], exact: bool) -> list[Segments]:
 
     found = []
     for cut, order in zip(cuts, orders, strict=True):
-        node, begin, end, spill = _segment(xp, cut, order)
+        node, begin, length = _segment(xp, cut, order)
         spills = len(cut.owner)
-        more = (None, ()) if xp is not np or not spills else tables_of(cut.parts, spills, cut.edges, exact)
-        found.append(Segments(node, begin, end, spill if spills else None, cut.owner, *more))
+        hubs, levels = None, list[SumLevel]()
+        if xp is np and spills:
+            hubs, levels = levels_of_hubs(cut.parts, spills, cut.edges, exact)
+        found.append(Segments(node, begin, length.astype(np.int16), cut.owner, hubs, levels))
     return found
 
 
-def _segment(xp: Any, cut: Cut, number: Any) -> tuple[Any, Any, Any, Any]:
-    """Returns (node, begin, end, spill) of the segments of these numbers, as they are in `Segments`."""
+def _segment(xp: Any, cut: Cut, number: Any) -> tuple[Any, Any, Any]:
+    """Returns (node, begin, length) of the segments of these numbers, as they are in `Segments`."""
     nodes, spills = len(cut.first), len(cut.owner)
     spill = xp.maximum(number - nodes, -1)
     node, rank = number, 0
@@ -98,36 +100,25 @@ def _segment(xp: Any, cut: Cut, number: Any) -> tuple[Any, Any, Any, Any]:
     if spills:
         rank = xp.where(spill < 0, 0, spill - cut.spill[known])
         node = xp.where((spill < 0) & (cut.parts[known] > 0), nodes, node)
-    begin = cut.first[known] + rank * LENGTH
-    end = xp.minimum(begin + LENGTH, cut.first[known] + cut.degree[known])
-    begin, end = (xp.where(node < nodes, x, 0) for x in (begin, end))
-    return node, begin, end, spill
+    begin, length = cut.first[known] + rank * LENGTH, xp.minimum(cut.degree[known] - rank * LENGTH, LENGTH)
+    begin, length = (xp.where(node < nodes, x, 0) for x in (begin, length))
+    return xp.where((spill < 0) | (node == nodes), node, -1 - spill), begin, length
 
 
-def tables_of(parts: np.ndarray, spills: int, edges: int, exact: bool) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Finds in which order the `parts` of each node are put together: (the nodes that have some, tables).
+def levels_of_hubs(
+    parts: np.ndarray, spills: int, edges: int, exact: bool
+) -> tuple[np.ndarray, list[SumLevel]]:
+    """Finds in which order the `parts` of each node are put together: (the nodes that have some, levels).
 
-    A row of the first table names up to 16 spills of one node, a row of the next up to 16 rows of the one
-    before, until each node has one; past their number there is none. A step of few launches then puts
-    together what each row names, where a running sum over the spills takes some for each power of two.
+    Steps of few launches then put them together, where a running sum over the spills takes some for each
+    power of two.
     """
-    hubs, nodes = np.flatnonzero(parts), len(parts)
-    count, most = parts[hubs], edges // LENGTH + 1
+    hubs = np.flatnonzero(parts)
+    count = parts[hubs]
     if not exact:  # more than 256 edges each
         room = edges // LENGTH - len(hubs)
-        hubs, count = np.append(hubs, nodes + np.arange(room)), np.pad(count, (0, room))
-    start, total, tables = np.cumsum(count) - count, spills, []
-    most = int(count.max()) if exact else most
-    while most > 1:
-        rows = -(-count // _TOGETHER)
-        owner, first = np.repeat(np.arange(len(hubs)), rows), np.cumsum(rows) - rows
-        begin = start[owner] + (np.arange(len(owner)) - first[owner]) * _TOGETHER
-        table = begin[:, None] + np.arange(_TOGETHER)
-        table = np.where(table < (start + count)[owner][:, None], table, total)
-        room = 0 if exact else total // _TOGETHER + len(hubs) - len(table)
-        tables.append(np.pad(table, ((0, room), (0, 0)), constant_values=total))
-        start, count, total, most = first, rows, len(tables[-1]), -(-most // _TOGETHER)
-    return hubs, tables
+        hubs, count = np.append(hubs, len(parts) + np.arange(room)), np.pad(count, (0, room))
+    return hubs, levels_of(count, spills, exact, most_together(len(hubs)))
 
 
 def last_not_above(xp: Any, ends: Any, position: Any, in_loop: bool = False) -> Any:

@@ -53,18 +53,12 @@ def softmax(
     One more row of m and l takes what is past the end, where anything may be. Where devices have a piece of
     the edges each, along `mesh_axes`, m is that of all pieces, and l the share of one.
     """
-    # m, the highest score of each destination, [num_dst (+ 1), H]
-    n = graph.num_dst
-    sums = zeros if graph.exact else jnp.pad(zeros, ((0, 1), (0, 0)))
-    m = sums + jnp.finfo(sums.dtype).min  # no -inf: all scores of a destination may be hidden
-    for part, chunk in zip(s, parts, strict=True):
-        top = lax.stop_gradient(part)
-        top = top if chunk.exists is None else top.max(0)
-        m = highest(m, chunk, top)
+    n, m = graph.num_dst, highest_score(s, parts, graph, zeros)
     if mesh_axes:
         m = lax.pmax(m, mesh_axes)
 
     # l, summed in runs first: [num_dst (+ 1), H]
+    sums = _with_end(zeros, graph)
     e = [jnp.exp(part - own_rows(m, chunk)) for part, chunk in zip(s, parts, strict=True)]
     of_runs = sums if graph.run_owners is None else loops.room_for_runs(zeros, graph)
     for part, chunk in zip(e, parts, strict=True):
@@ -77,6 +71,21 @@ def softmax(
     positive = jnp.where(l == 0, 1, l)
     p = [part / own_rows(positive, chunk, 1) for part, chunk in zip(e, parts, strict=True)]
     return Softmax(p, m[:n], l[:n])
+
+
+def highest_score(s: list[jax.Array], parts: list[Chunk], graph: Any, zeros: jax.Array) -> jax.Array:
+    """Finds m, the highest score of each destination, [num_dst (+ 1), H]."""
+    sums = _with_end(zeros, graph)
+    m = sums + jnp.finfo(sums.dtype).min  # no -inf: all scores of a destination may be hidden
+    for part, chunk in zip(s, parts, strict=True):
+        top = lax.stop_gradient(part)
+        top = top if chunk.exists is None else top.max(0)
+        m = highest(m, chunk, top)
+    return m
+
+
+def _with_end(zeros: jax.Array, graph: Any) -> jax.Array:
+    return zeros if graph.exact else jnp.pad(zeros, ((0, 1), (0, 0)))
 
 
 def result_of_sums(

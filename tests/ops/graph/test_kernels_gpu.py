@@ -97,18 +97,18 @@ def test_segments_hold_every_edge_once(width, capacity, carried):
     for side, nodes, near, far in sides:
         at, groups = jax.tree.map(np.asarray, (cut(graph, side), getattr(graph, side)))
         number, other = groups.number.reshape(-1), groups.other.reshape(-1)
-        lengths = np.where(at.node < nodes, at.end - at.begin, -1)
+        lengths = np.where(at.node < nodes, at.length, -1)
         assert (np.diff(lengths) <= 0).all()
         assert lengths[0] <= LENGTH
-        assert set(at.node) >= set(range(nodes))  # the rows of nodes without edges are written, too
+        owners = np.where(at.node < 0, at.owner[np.maximum(-1 - at.node, 0)], at.node)
+        assert set(owners) >= set(range(nodes))  # the rows of nodes without edges are written, too
         seen, spills = [], []
-        assert at.spill is not None
-        for node, begin, end, spill in zip(at.node, at.begin, at.end, at.spill, strict=True):
+        for node, begin, length, code in zip(owners, at.begin, at.length, at.node, strict=True):
             if node == nodes:
                 continue
-            numbers = number[begin:end]
+            numbers, spill = number[begin : begin + length], -1 - code
             assert (near[numbers] == node).all()
-            assert (far[numbers] == other[begin:end]).all()
+            assert (far[numbers] == other[begin : begin + length]).all()
             seen += [*numbers]
             assert (spill >= 0) == (np.bincount(near, minlength=nodes)[node] > LENGTH)
             if spill >= 0:
@@ -125,8 +125,8 @@ def test_segments_hold_every_edge_once(width, capacity, carried):
 
 @pytest.mark.parametrize("how", ["running", "exact", "bounded"])
 def test_spills_are_put_together(how):
-    """By running sums where `jit` cut the segments, else by tables: of one level, of two, and of three."""
-    for counts in ([0, 3, 0, 0, 1, 0, 2], [2, 300, 0, 17], [0, 4097]):
+    """By running sums where `jit` cut the segments, else by levels: one, two, and three of them."""
+    for counts in ([0, 3, 0, 0, 1, 0, 2], [2, 300, 0, 17], [0, 17_000]):
         nodes, parts = len(counts), np.where(np.array(counts) > 1, counts, 0)
         owner = np.repeat(np.arange(nodes), parts)
         x, room = np.random.default_rng(1).standard_normal((len(owner), 2)), 0 if how == "exact" else 5
@@ -134,12 +134,12 @@ def test_spills_are_put_together(how):
         for node in np.flatnonzero(parts):
             expected[node] = x[owner == node].sum(0)
         spills = len(owner) + room
-        found = (None, ())
+        found: tuple = (None, [])
         if how != "running":
-            found = segments.tables_of(parts, spills, (spills + 3) * LENGTH, how == "exact")
+            found = segments.levels_of_hubs(parts, spills, (spills + 3) * LENGTH, how == "exact")
         owner = jnp.asarray(np.append(owner, np.full(room, nodes)), jnp.int32)
         at = segments.Segments(
-            None, None, None, None, owner, *jax.tree.map(lambda x: jnp.asarray(x, jnp.int32), found)
+            None, None, None, owner, *jax.tree.map(lambda x: jnp.asarray(x, jnp.int32), found)
         )
         x = np.append(x, np.full((room, 2), np.nan), 0)
         got = jax.jit(settled)(jnp.full((nodes, 2), 7.0), at, x)
@@ -177,7 +177,7 @@ def short_segments(monkeypatch):
 def test_nodes_of_several_segments_and_groups_of_several_edges(kind, carried):
     """Groups are as graphs have them on a GPU; the weights are not asked for."""
     graph = small_graph(width=2, capacity=None if carried else 30, carried=carried)
-    assert (segments_of(graph, "by_source").spill >= 0).sum() > 4
+    assert (segments_of(graph, "by_source").node < 0).sum() > 4
     arrays = inputs(kind, graph.capacity)
     got, expected = (values_and_gradients(kind, name, graph, arrays) for name in (NAME, "xla"))
     assert_trees_close(got, expected, 2e-6)

@@ -10,7 +10,7 @@ from ops.graph.calls import FUNCTIONS, QUICK, H, each_kind, inputs, normal, valu
 import jax_attn_bwd as jab
 from jax_attn_bwd import BipartiteCSC
 from jax_attn_bwd._core import targets
-from jax_attn_bwd.ops.graph import groups, loops, plan
+from jax_attn_bwd.ops.graph import levels, loops, plan
 
 SOURCES, DESTINATIONS, EDGES, ROOM = 9, 170, 700, 740
 
@@ -68,15 +68,16 @@ def test_every_row_of_a_node_is_summed_once():
 
 @pytest.mark.parametrize("counts", [[3, 300, 0, 17, 16], [1, 1], [0, 0, 2]])
 @pytest.mark.parametrize("spare", [None, 40])
-def test_rows_are_summed_by_levels(counts, spare):
-    """Each once, up to 16 at a time; as few levels as the counts need, or the shapes where these decide."""
+@pytest.mark.parametrize("limit", [16, 128])
+def test_rows_are_summed_by_levels(counts, spare, limit):
+    """Each once, so many at a time; as few levels as the counts need, or the shapes where these decide."""
     count, rows = np.array(counts), sum(counts) + (spare or 0)
-    levels = groups._levels(count, rows, exact=spare is None)
-    assert len(levels) == {True: 1 + (max(counts) > 16) + (max(counts) > 256)}.get(spare is None, len(levels))
-    for start, steps in levels:
-        assert np.diff(start).max() <= len(steps) <= 16
+    found, most = levels.levels_of(count, rows, spare is None, limit), max(counts) if spare is None else rows
+    assert len(found) == 1 + (most > limit) + (most > limit**2)
+    for start, steps in found:
+        assert np.diff(start).max() <= len(steps) <= limit
     x = np.arange(1.0, rows + 1)[:, None]
-    got = loops._by_levels(jnp.asarray(x), levels, 0, lambda x: x.sum(1))[:, 0]
+    got = loops.by_levels(jnp.asarray(x), found, jnp.sum, 0)[:, 0]
     assert got.tolist() == [part.sum() for part in np.split(x, np.cumsum(counts))[:-1]]
 
 
@@ -106,8 +107,9 @@ def test_chunks_hold_every_edge_once(nnz, few, as_on_a_gpu):
 
 
 @pytest.mark.parametrize("aim", [{}, {"few": 0}, {"limit": 2000}], ids=["whole", "apart", "loops"])
+@pytest.mark.parametrize("weights", [True, False])
 @each_kind()
-def test_the_same_as_on_a_cpu(kind, aim, as_on_a_gpu):
+def test_the_same_as_on_a_cpu(kind, weights, aim, as_on_a_gpu):
     """With edge data, dropout, returned weights, a bias that hides edges, and NaN in nodes without edges."""
     arrays = inputs(kind, SOURCES, DESTINATIONS, edge=ROOM)
     if kind == "transformer":
@@ -115,7 +117,7 @@ def test_the_same_as_on_a_cpu(kind, aim, as_on_a_gpu):
         bias[::5] = -np.inf
         arrays["score_bias"] = jnp.asarray(bias)
     options = {"dropout_rate": 0.3, "dropout_key": jax.random.key(1), "implementation": "xla"}
-    options |= {"return_attention_weights": True, "return_residual": True}
+    options |= {"return_attention_weights": weights, "return_residual": True}
 
     def run(arrays):
         graph = BipartiteCSC.from_coo(*edges(), SOURCES, DESTINATIONS, capacity=ROOM)

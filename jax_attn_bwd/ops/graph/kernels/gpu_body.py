@@ -16,7 +16,7 @@ from jax_attn_bwd._core.numerics import segment_sums
 from jax_attn_bwd.ops.graph.groups import Groups, segments_of_groups
 from jax_attn_bwd.ops.graph.kinds import Kind
 from jax_attn_bwd.ops.graph.kinds.kind import Tables
-from jax_attn_bwd.ops.graph.loops import Chunk, put, take
+from jax_attn_bwd.ops.graph.loops import Chunk, by_levels, put
 from jax_attn_bwd.ops.graph.segments import Segments
 
 EDGES = 4  # at a time
@@ -36,14 +36,26 @@ def segments_of(graph: Any, side: str) -> Segments:
 
 def settled(x: jax.Array, at: Segments, parts: jax.Array) -> jax.Array:
     """Puts the sum of each node's `parts`, added in a fixed order, in its row of `x`, by node."""
+    return put(x, *sums_of_spills(at, parts))
+
+
+def sums_of_spills(at: Segments, parts: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Sums the `parts` of each node: (nodes, distinct, some of them past the end; sums)."""
     if at.hubs is not None:
-        for table in at.tables:
-            parts = take(parts, table).sum(1)
-        return put(x, at.hubs, parts[: at.hubs.shape[0]])
+        return at.hubs, by_levels(parts, at.levels, jnp.sum, 0)
     first, last = _ends(at.owner)
     sums = segment_sums(parts, jnp.expand_dims(first, tuple(range(1, parts.ndim))), axis=0)
-    past = x.shape[0] + 1 + jnp.arange(at.owner.shape[0], dtype=jnp.int32)  # distinct, and all dropped
-    return put(x, jnp.where(last, at.owner, past), sums)
+    past = jnp.iinfo(jnp.int32).max - jnp.arange(at.owner.shape[0], dtype=jnp.int32)
+    return jnp.where(last, at.owner, past), sums
+
+
+def highest_of_spills(x: jax.Array, at: Segments, parts: jax.Array) -> jax.Array:
+    """Puts the highest of each node's `parts` in its row of `x`, by node."""
+    if at.hubs is not None:
+        return put(x, at.hubs, by_levels(parts, at.levels, jnp.max, -jnp.inf))
+    top = jnp.full_like(x, -jnp.inf).at[at.owner].max(parts, mode="drop", indices_are_sorted=True)
+    own = top[jnp.minimum(at.owner, x.shape[0] - 1)]
+    return x.at[at.owner].set(own, mode="drop", indices_are_sorted=True)
 
 
 def _ends(owner: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -30,7 +30,15 @@ from jax_attn_bwd._core import mosaic_gpu, pallas
 from jax_attn_bwd._core.sharding import explicit_spec, full_like_operands
 from jax_attn_bwd.ops.graph import kinds, loops
 from jax_attn_bwd.ops.graph.kernels import gpu_body, gpu_kinds, gpu_walk
-from jax_attn_bwd.ops.graph.kernels.gpu_body import WIDTHS, Body, inputs_of, segments_of, settled, spread
+from jax_attn_bwd.ops.graph.kernels.gpu_body import (
+    WIDTHS,
+    Body,
+    highest_of_spills,
+    inputs_of,
+    segments_of,
+    spread,
+    sums_of_spills,
+)
 from jax_attn_bwd.ops.graph.kinds.kind import Tables
 from jax_attn_bwd.ops.graph.loops import has_edges, own_rows, put, take
 from jax_attn_bwd.ops.graph.placement import pieces_of_edges
@@ -154,26 +162,12 @@ def _body(options: Options) -> Body:
 
 def _combined(at: Segments, rows: dict, m: jax.Array, l: jax.Array, acc: jax.Array) -> dict:
     """Puts in `rows` those of nodes of several segments, whose m, l and acc are in spills."""
-    if at.hubs is not None:
-        for table in at.tables:
-            shares = take(m, table, LOWEST)
-            m = shares.max(1)
-            decay = jnp.exp(shares - m[:, None])
-            l, acc = (take(l, table) * decay).sum(1), (take(acc, table) * decay[..., None]).sum(1)
-        m, l, acc = (x[: at.hubs.shape[0]] for x in (m, l, acc))
-        found = {"out": acc / jnp.where(l == 0, 1, l)[..., None], "m": m, "l": l}
-        return {name: put(rows[name], at.hubs, x) for name, x in found.items()}
-    nodes = rows["m"].shape[0]
-    top = jnp.full_like(rows["m"], LOWEST).at[at.owner].max(m, mode="drop", indices_are_sorted=True)
-    owner = jnp.minimum(at.owner, nodes - 1)
-    decay = jnp.exp(m - top[owner])
-    total = settled(rows["l"], at, l * decay)
-    inverse = 1 / jnp.where(total == 0, 1, total)[owner]
-    return {
-        "out": settled(rows["out"], at, acc * (decay * inverse)[..., None]),
-        "m": rows["m"].at[at.owner].set(top[owner], mode="drop", indices_are_sorted=True),
-        "l": total,
-    }
+    top = highest_of_spills(rows["m"], at, m)
+    decay = jnp.exp(m - top[jnp.minimum(at.owner, top.shape[0] - 1)])[..., None]
+    nodes, sums = sums_of_spills(at, jnp.concatenate([acc, l[..., None]], -1) * decay)
+    acc, l = sums[..., :-1], sums[..., -1:]
+    out = put(rows["out"], nodes, acc / jnp.where(l == 0, 1, l))
+    return {"out": out, "m": top, "l": put(rows["l"], nodes, l[..., 0])}
 
 
 def _weights(kind, t, graph, scores, m, l, operands):

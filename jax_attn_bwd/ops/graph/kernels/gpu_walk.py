@@ -69,7 +69,8 @@ def walk(
     """Runs `body` over every segment; `heads` are H and D of the rows."""
     # what each program leaves: by node, by part of a node, by edge and by segment
     S, X, (H, D) = inputs.segments.node.shape[0], inputs.segments.owner.shape[0], heads
-    segments = inputs.segments._replace(owner=None, hubs=None, tables=())  # read when the kernel is done
+    segments = inputs.segments._replace(hubs=None, levels=[])  # read when the kernel is done
+    segments = segments if X else segments._replace(owner=None)
     inputs = vary_alike(inputs._replace(segments=segments))
     carried = {name: (jnp.float32, body.is_row(name)) for name in (*body.numbers, *body.rows)}
     summed = {name: kind for name, kind in carried.items() if name not in body.by_segment}
@@ -120,9 +121,13 @@ def _program(body: Body, refs: Inputs, outputs: Walked, call: Call) -> None:
     # the segments of this program, [R], their nodes and edges; one that does not exist reads row 0
     segment = lanes.iota(1, 0) + start
     known = jnp.minimum(segment, S - 1)
-    node, begin, end = (lanes.index(ref, known) for ref in (at.node, at.begin, at.end))
+    node, begin, length = (lanes.index(ref, known) for ref in (at.node, at.begin, at.length))
     exists = chosen(segment < S) * chosen(node < nodes)
-    node, end = jnp.where(exists > 0, node, 0), jnp.where(exists > 0, end, begin)
+    whole, spill = exists * chosen(node >= 0), -1 - node
+    if at.owner is not None:  # a part of a node's edges
+        owner = lanes.index(at.owner, jnp.where(exists > whole, spill, 0))
+        node = jnp.where(exists > whole, owner, node)
+    node, end = jnp.where(exists > 0, node, 0), begin + jnp.where(exists > 0, length, 0)
     some = chosen(end > begin)
     only_of = lambda index: jnp.where(some > 0, index, 0)
     own = {name: lanes.load(ref, node) for name, ref in refs.own.items()}
@@ -148,18 +153,14 @@ def _program(body: Body, refs: Inputs, outputs: Walked, call: Call) -> None:
     # as many steps as the first segment takes, the longest; one of no edge keeps what it starts with
     begins = {**body.numbers, **body.rows}
     empty = {n: lanes.full(3 if body.is_row(n) else 2, value) for n, value in begins.items()}
-    count = lax.div(at.end[start] - at.begin[start] + (EDGES - 1), jnp.int32(EDGES))
+    count = lax.div(at.length[start].astype(jnp.int32) + (EDGES - 1), jnp.int32(EDGES))
     carry = lax.fori_loop(jnp.int32(0), count, step, empty)
     carry = {n: jnp.where(lanes.spread(some, x.ndim) > 0, x, empty[n]) for n, x in carry.items()}
     # whole nodes get their results, parts of a node their carry; where `exists` is 0 nothing is written
     for name, ref in outputs.segments.items():
         lanes.store(ref, known, carry[name], exists)
-    whole = exists
-    if at.spill is not None:
-        spill = lanes.index(at.spill, known)
-        whole = exists * chosen(spill < 0)
-        for name, ref in outputs.spills.items():
-            lanes.store(ref, spill, carry[name], exists - whole)
+    for name, ref in outputs.spills.items():
+        lanes.store(ref, spill, carry[name], exists - whole)
     results = body.finish(carry)
     for name, ref in outputs.nodes.items():
         lanes.store(ref, node, results[name], whole)
@@ -201,8 +202,8 @@ class _Lanes:
         return x.astype(jnp.float32)
 
     def index(self, ref: Any, index: jax.Array) -> jax.Array:
-        """Reads the numbers of `ref`, `[n]`, at `index`."""
-        return _gather(ref, index, None, self.layouts[0], self.interpret)
+        """Reads the numbers of `ref`, `[n]`, at `index`, int32."""
+        return _gather(ref, index, None, self.layouts[0], self.interpret).astype(jnp.int32)
 
     def store(self, ref: Any, index: jax.Array, x: jax.Array, where: jax.Array) -> None:
         """Writes `x` to the rows of `ref` at `index`, of the segments `where` holds not 0."""

@@ -16,6 +16,7 @@ from types import MappingProxyType
 import jax
 import jax.numpy as jnp
 
+from jax_attn_bwd._core import fusion
 from jax_attn_bwd._core.numerics import to_rank, total
 from jax_attn_bwd.ops.graph.kinds.kind import (
     Edges,
@@ -74,7 +75,10 @@ class GATv2(Kind):
             src = edges.dx + sum_of_group(self._du(t, edges.ds, edges.rows), edges.chunk)
         if need.a:
             y = activate(self.options, total(*edges.rows))
-            a = (edges.ds[..., None] * y).sum(tuple(range(y.ndim - 2)))  # (10)
+            terms = edges.ds[..., None] * y
+            if edges.chunk.exists is not None:  # XLA:GPU would write the terms, to sum them all at once
+                terms = fusion.barrier(sum_of_group(terms, edges.chunk))
+            a = terms.sum(0)  # (10)
         if need.edge:
             edge = self._du(t, edges.ds, edges.rows) + 0  # 0, not -0, where no gradient is
         return Sums(a=a, handed=edges.ds, edge=edge, src=src)
