@@ -123,7 +123,7 @@ def unit(options: Options, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
     """Returns (the rows of `x`, normalized if that is asked, and what they were multiplied by)."""
     if options.l2_norm_epsilon is None:
         return x, None
-    scale, factor = unit_factors(options, row_sums(x * x), row_sums(small_squares(x)))
+    scale, factor = unit_factors(options.l2_norm_epsilon, row_sums(x * x), row_sums(small_squares(x)))
     return scale * x * factor, scale * factor
 
 
@@ -132,9 +132,7 @@ def small_squares(x: jax.Array) -> jax.Array:
     return (x * _small(x.dtype)) ** 2
 
 
-def unit_factors(
-    options: Options, squares: jax.Array, small_squares: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def unit_factors(epsilon: float, squares: jax.Array, small_squares: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns (a power of two, 1 but for rows whose squares might overflow; what normalizes such a row).
 
     From the sums of the squares of each row, and of the `small_squares`.
@@ -143,7 +141,7 @@ def unit_factors(
     is_large = small_squares > small  # about 1e29 of the squares in float32
     scale = jnp.where(is_large, jnp.asarray(small, squares.dtype), 1)
     squares = jnp.where(is_large, small_squares, squares)
-    return scale, lax.rsqrt(squares + options.l2_norm_epsilon * scale**2)
+    return scale, lax.rsqrt(squares + epsilon * scale**2)
 
 
 def _small(dtype: Any) -> float:

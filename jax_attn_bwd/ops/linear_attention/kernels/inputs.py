@@ -120,7 +120,7 @@ def _factors(options: Options, query: jax.Array, key: jax.Array) -> jax.Array:
     # both sums in one reduction, so that a GPU reads the rows once
     add = lambda a, b: (a[0] + b[0], a[1] + b[1])
     sums = lax.reduce((x * x, layout.small_squares(x)), (zero, zero), add, (x.ndim - 1,))
-    power, factor = layout.unit_factors(options, *sums)
+    power, factor = layout.unit_factors(options.l2_norm_epsilon, *sums)
     return jnp.moveaxis(power * factor, 0, -1) * to_rank(jnp.asarray(scales), query.ndim)
 
 
