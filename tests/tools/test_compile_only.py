@@ -16,6 +16,7 @@ from cases import shapes
 from compile_only import devices, programs
 from helpers import OPERATORS, thorough
 
+from jax_attn_bwd._core import mosaic_gpu
 from jax_attn_bwd._core.cases import Case
 
 TESTS = Path(__file__).parents[1]
@@ -248,6 +249,41 @@ def test_launches_of_a_small_graph_are_within_budgets_of_a_gpu(name, edges, capa
         pytest.skip(reason)
     step = run_python("-c", STEP_OF_A_GRAPH, name, edges, str(capacity), implementation)
     assert int(step.stdout.splitlines()[-1]) <= limit
+
+
+STEP_OF_A_DELTA_RULE = """
+import jax, jax.numpy as jnp
+from compile_only import compiling, devices, traffic
+from jax_attn_bwd import gated_delta_rule
+from jax_attn_bwd._core import mosaic_gpu
+
+def launch(body, name, *, out_type, **_):
+    # in the place of a kernel, which takes long to compile: a call that the compiler knows nothing of
+    leaves, structure = jax.tree.flatten(out_type)
+    types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
+    call = jax.ffi.ffi_call("cu_lu_pivots_to_permutation", types)
+    return lambda *operands: structure.unflatten(call(*jax.tree.leaves(operands), name=name))
+
+mosaic_gpu.launch = launch
+rows, gates = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((1, 4096, 8, 128), (1, 4096, 8)))
+
+def step(dout, *arrays):
+    call = lambda *x: gated_delta_rule(*x, l2_norm_epsilon=1e-6, implementation="mosaic_gpu")
+    out, pullback = jax.vjp(call, *arrays)
+    return out, pullback(dout)
+
+(device,) = devices.devices("H100")
+compiled = devices.lower(step, (*[rows] * 4, gates, gates), device).compile(compiling.WITHOUT_GPU)
+print(traffic.of(compiled.as_text()).launches)
+"""
+
+
+@thorough
+def test_launches_of_a_delta_rule_on_a_hopper():
+    """Eight kernels, three launches before them and one behind them."""
+    if reason := devices.missing("H100") or mosaic_gpu.too_old():
+        pytest.skip(reason)
+    assert int(run_python("-c", STEP_OF_A_DELTA_RULE).stdout.splitlines()[-1]) == 12
 
 
 def test_every_kernel_that_is_registered_is_compiled_for_each_of_its_chips():

@@ -69,6 +69,7 @@ LAYERS = (
     (
         "ops/linear_attention/kernels/inputs",
         "ops/linear_attention/kernels/hopper_tiles",
+        "ops/linear_attention/kernels/hopper_pieces",
         "ops/linear_attention/kernels/hopper_forward",
         "ops/linear_attention/kernels/hopper_backward",
         "ops/linear_attention/kernels/tpu_chunks",

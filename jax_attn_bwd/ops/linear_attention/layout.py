@@ -123,14 +123,29 @@ def unit(options: Options, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
     """Returns (the rows of `x`, normalized if that is asked, and what they were multiplied by)."""
     if options.l2_norm_epsilon is None:
         return x, None
-    # a row whose squares might overflow is divided by a power of two first, which no rounding takes part in
-    small = 2.0 ** (-3 * jnp.finfo(x.dtype).maxexp // 4)
-    squares, small_squares = row_sums(x * x), row_sums((x * small) ** 2)
-    is_large = small_squares > small  # about 1e29 of the squares in float32
-    scale = jnp.where(is_large, jnp.asarray(small, x.dtype), 1)
-    squares = jnp.where(is_large, small_squares, squares)
-    factor = lax.rsqrt(squares + options.l2_norm_epsilon * scale**2)
+    scale, factor = unit_factors(options.l2_norm_epsilon, row_sums(x * x), row_sums(small_squares(x)))
     return scale * x * factor, scale * factor
+
+
+def small_squares(x: jax.Array) -> jax.Array:
+    """Returns the squares of `x` times a power of two, which no rounding takes part in: so none overflows."""
+    return (x * _small(x.dtype)) ** 2
+
+
+def unit_factors(epsilon: float, squares: jax.Array, small_squares: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns (a power of two, 1 but for rows whose squares might overflow; what normalizes such a row).
+
+    From the sums of the squares of each row, and of the `small_squares`.
+    """
+    small = _small(squares.dtype)
+    is_large = small_squares > small  # about 1e29 of the squares in float32
+    scale = jnp.where(is_large, jnp.asarray(small, squares.dtype), 1)
+    squares = jnp.where(is_large, small_squares, squares)
+    return scale, lax.rsqrt(squares + epsilon * scale**2)
+
+
+def _small(dtype: Any) -> float:
+    return 2.0 ** (-3 * jnp.finfo(dtype).maxexp // 4)
 
 
 def unit_gradient(normed: jax.Array, factor: jax.Array | None, d: jax.Array) -> jax.Array:

@@ -49,7 +49,13 @@ ONE_PRODUCT = Rule(
     "GPU, a delta rule or erase keys",
     "A step of 4,096 tokens launches 378 kernels, not 835: what needs no state is multiplied out before.",
 )
-RULES = (HALVINGS_AT_ONCE, ONE_PRODUCT, CACHED_GROUPS, MERGED_STACKS)
+PIECES = Rule(
+    "linear_pieces",
+    "Hopper kernels, 12 chunks or more, at most 44 programs of 64 columns of values",
+    "Pieces of the sequence are walked side by side where one program walked over all chunks: by reckoning "
+    "64 chunks take 0.4 of the time with 8 pieces, at one more launch each way.",
+)
+RULES = (HALVINGS_AT_ONCE, ONE_PRODUCT, PIECES, CACHED_GROUPS, MERGED_STACKS)
 
 CHUNKS_OF_KERNELS = {"mosaic_gpu": 64, "mosaic_tpu": 128}  # tokens
 CHUNK = 64  # tokens; with fewer, products are small, with more, those within a chunk are most of the work
@@ -61,6 +67,10 @@ _FEW_STATES = 1 << 25  # bytes of one for each chunk
 _FEWEST_SIDE_BY_SIDE = 4  # chunks; fewer gain less than it takes to lay them out
 _WIDE_VALUES = 2  # channels of a value for each of its key, above which states cost more than planes
 _CHIP_BYTES = 1 << 28
+_PROCESSORS = 132  # of a Hopper
+_COLUMNS = 64  # of values, of one program of its walks
+_PIECES = (3, 8)  # fewest, as each is walked twice, and most, as the states between follow one another
+_CHUNKS_OF_A_PIECE = 4  # at least
 
 
 @dataclass(frozen=True)
@@ -75,6 +85,7 @@ class Plan:
       side_by_side: m, the chunks of a group.
       merged_stacks: whether products take stacks of matrices as one axis.
       walk: how a state passes a chunk: by all that the chunk does with it, or by one product, multiplied out.
+      pieces: the most parts of the sequence that are walked side by side.
     """
 
     options: Options
@@ -84,6 +95,7 @@ class Plan:
     side_by_side: int
     merged_stacks: bool
     walk: Literal["chunk by chunk", "one product"] = "chunk by chunk"
+    pieces: int = 1
 
     @property
     def way(self) -> str:
@@ -91,6 +103,7 @@ class Plan:
         if self.pairs == "one token":
             return self.pairs
         walked = ", one product a chunk" if self.walk == "one product" else ""
+        walked += f", {self.pieces} pieces" if self.pieces > 1 else ""
         return f"{self.pairs}; chunks of {self.chunk} tokens, {self.side_by_side} side by side{walked}"
 
     def groups_of(self, T: Any) -> Any:
@@ -105,7 +118,10 @@ def plan(implementation: str, options: Options, operands: Operands) -> Plan:
     if (of_kernel := CHUNKS_OF_KERNELS.get(implementation)) is not None:
         # the portable path, which differentiates a kernel, must save the states that it does
         pairs: Name = "halvings" if of_channels else "plane"
-        return Plan(options, implementation, pairs, of_kernel, _fewest_between(of_kernel, operands), merged)
+        between, pieces = _fewest_between(of_kernel, operands), _pieces(of_kernel, operands)
+        few = implementation == "mosaic_gpu" and not of_channels and pieces >= _PIECES[0]
+        pieces = pieces if PIECES.holds(few) else 1
+        return Plan(options, implementation, pairs, of_kernel, between, merged, pieces=pieces)
     if not isinstance(T, int):
         return Plan(options, implementation, "halvings" if of_channels else "plane", CHUNK, 1, merged)
     if T == 1:
@@ -145,6 +161,13 @@ def _fewest_between(chunk: int, operands: Operands) -> int:
     H, Hv, dtype = operands.key.shape[-1], operands.value.shape[-1], operands.value.dtype
     of_inputs = chunk * (2 * H // operands.groups + Hv) * dtype.itemsize
     return max(ceil_div(H * Hv * accumulator_dtype(dtype).itemsize, max(of_inputs, 1)), 1)
+
+
+def _pieces(chunk: int, operands: Operands) -> int:
+    """Returns how many pieces of the sequence fill the processors with programs that walk."""
+    *batch, T, N, Hv = operands.value.shape
+    programs = math.prod(batch) * N * ceil_div(Hv, _COLUMNS)
+    return min(_PIECES[1], _PROCESSORS // max(programs, 1), T // (chunk * _CHUNKS_OF_A_PIECE))
 
 
 def _side_by_side(

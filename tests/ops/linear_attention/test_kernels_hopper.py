@@ -7,10 +7,11 @@ from helpers import OPERATORS, interpreted, thorough
 
 import jax_attn_bwd as jab
 from jax_attn_bwd import check
-from jax_attn_bwd._core import pallas
-from jax_attn_bwd.ops.linear_attention import api, plan
+from jax_attn_bwd._core import choices, pallas
+from jax_attn_bwd.ops.linear_attention import api, plan, spec
 from jax_attn_bwd.ops.linear_attention.arguments import prepare
 from jax_attn_bwd.ops.linear_attention.cases import NORM, case
+from jax_attn_bwd.ops.linear_attention.kernels import hopper_pieces
 from jax_attn_bwd.ops.linear_attention.kernels.inputs import of_call
 
 NAME = "mosaic_gpu"
@@ -124,3 +125,69 @@ def test_strong_decays_and_small_scales(scale):
     dg, exact = (np.asarray(x, np.float64)[:, 20] for x in (grads["log_decay"], aim.expected["dlog_decay"]))
     assert 0 < np.abs(exact).max() < 1e-10
     np.testing.assert_allclose(dg, exact, rtol=0.05)
+
+
+def planned(implementation=NAME, **sizes):
+    """The plan of a call of shapes alone, and what `explain` says of its way."""
+    sizes = dict(B=1, T=4096, K=8, N=8, H=128, Hv=128) | sizes
+    B, T, K, N, H, Hv = sizes.values()
+    rows = [jax.ShapeDtypeStruct((B, T, heads, n), "bfloat16") for heads, n in ((K, H), (K, H), (N, Hv))]
+    gates = [jax.ShapeDtypeStruct((B, T, N), "float32")] * 2
+    return plan.plan(implementation, spec.Options(True, 1.0, 1e-6), spec.Operands(*rows, *gates))
+
+
+def test_few_programs_walk_over_pieces():
+    assert planned().way.endswith(", 8 pieces")
+    assert [planned(**sizes).pieces for sizes in (dict(), dict(Hv=64), dict(T=1024), dict(B=2))] == [
+        8,
+        8,
+        4,
+        4,
+    ]
+    # pieces of less than four chunks, programs that fill a third of the chip, other chips
+    alone = dict(T=767), dict(B=3), dict(implementation="mosaic_tpu")
+    assert [planned(**sizes).pieces for sizes in alone] == [1, 1, 1]
+    with choices.without("linear_pieces"):
+        assert planned().pieces == 1
+
+
+@pytest.mark.parametrize(("T", "lengths"), [(4096, [8] * 8), (4224, [10] * 6 + [6]), (1152, [6, 6, 6])])
+def test_pieces_are_all_of_a_walk(T, lengths):
+    """And states are saved before the chunks that they are saved before without pieces."""
+    chosen = planned(T=T)
+    cut = hopper_pieces.cut(chosen, T)
+    steps = [tuple(map(int, cut.steps(piece))) for piece in range(cut.count)]
+    assert [count for _, count in steps] == lengths
+    assert [first for first, _ in steps] == list(np.cumsum([0, *lengths[:-1]]))
+    assert all(first % chosen.side_by_side == 0 for first, _ in steps)
+
+
+@thorough
+@interpreted
+@pytest.mark.parametrize(
+    ("operator", "sizes"),
+    [
+        (DELTA, dict(T=192, H=72, Hv=40, state=True, growth=0.1, **NORM)),
+        (DELTA, dict(T=193, H=8, Hv=72, lengths=(167,), segments=2, **NORM)),
+        (LINEAR, dict(T=261, H=64, Hv=72, decay="constant", state=True)),
+        (LINEAR, dict(T=261, H=8, Hv=8, segments=2, lengths=(259,))),
+    ],
+)
+def test_pieces_are_exact(operator, sizes, monkeypatch):
+    """What float32 results differ by from those of one walk is what states are rounded by in products."""
+    monkeypatch.setattr(plan, "_CHUNKS_OF_A_PIECE", 1)
+    one = case("", delta=operator is DELTA, B=(1,), K=1, N=1, **sizes)
+    aim, of = check.target(operator, one, "bfloat16"), {}
+    for rules in ((), ("linear_pieces",)):
+        with pallas.interpreting(NAME), choices.without(*rules):
+            (out, final), grads = check._in_one_program(
+                operator, {**one.options, "implementation": NAME}, aim
+            )
+        of[rules] = {"out": out, "final_state": final} | {f"d{name}": x for name, x in grads.items()}
+    for name, found in of[()].items():
+        found, alone = (np.asarray(x, np.float64) for x in (found, of["linear_pieces",][name]))
+        exact = np.asarray(aim.expected[name], np.float64)
+        error = [np.linalg.norm(x - exact) for x in (found, alone)]
+        assert error[0] <= 1.01 * error[1] + 1e-6 * np.linalg.norm(exact), name
+        limit = 1e-4 if name in ("final_state", "dinitial_state") else 4e-3
+        assert np.linalg.norm(found - alone) <= limit * np.linalg.norm(exact), name

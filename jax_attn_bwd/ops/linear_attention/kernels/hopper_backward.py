@@ -1,8 +1,9 @@
 """Hopper backward of linear attention (Pallas Mosaic GPU): decays that all channels of a head share.
 
-The equations are those of `backward.py`, the letters f, h and E those of `hopper_tiles.py`. Four kernels:
+The equations are those of `backward.py`, the letters f, h and E those of `hopper_tiles.py`. The kernels:
 
     planes       P and M of all chunks once more, side by side
+    ends         where few programs walk, what pieces make of a cotangent (`hopper_pieces.py`)
     reverse      walks over the chunks, the last first, with the transposed cotangent of the state [64, H] in
                  registers, as the forward does with the state: dU, dR, dV by (7), (8)
     again        the states within each group of chunks, from the one that is saved, and U: side by side
@@ -43,6 +44,7 @@ from jax_attn_bwd._core import mosaic_gpu, pallas
 from jax_attn_bwd._core.mosaic_gpu import COLUMNS, ROWS, tile
 from jax_attn_bwd._core.sharding import match_type
 from jax_attn_bwd.ops.linear_attention import layout
+from jax_attn_bwd.ops.linear_attention.kernels import hopper_pieces as pieces
 from jax_attn_bwd.ops.linear_attention.kernels import hopper_tiles as tiles
 from jax_attn_bwd.ops.linear_attention.kernels import inputs
 from jax_attn_bwd.ops.linear_attention.kernels.hopper_forward import corrected, passed
@@ -98,7 +100,7 @@ def _backward(plan, interpret, residuals, dout, dfinal):
     given = given._replace(state=None)
 
     planes = tiles.planes(options, interpret, given, "planes_again")
-    dvalue, dstates, dfirst, *corrections = _reverse(options, interpret, given, planes, dout, dfinal)
+    dvalue, dstates, dfirst, *corrections = _reverse(plan, interpret, given, planes, dout, dfinal)
     states, *u = _again(plan, interpret, given, planes, saved)
     cotangents = ChunkCotangents(dout, *(corrections or [None]), *(u or [given.value]), states, dstates)
     lines, dquery, dkey = _gradients(options, interpret, given, cotangents)
@@ -131,10 +133,12 @@ def _backward(plan, interpret, residuals, dout, dfinal):
 
 
 def _reverse(
-    options: Options, interpret: bool, given: Inputs, planes: Any, dout: jax.Array, dfinal: Any
+    plan: Plan, interpret: bool, given: Inputs, planes: Any, dout: jax.Array, dfinal: Any
 ) -> list[jax.Array]:
     """Computes dV, the transposed dS1 of each chunk, that of the first state, and dR of a delta rule."""
     (B, T, _, H), (N, Hv), dtype = given.key.shape, given.value.shape[-2:], given.key.dtype
+    given, options, cut = given._replace(value=dout), plan.options, pieces.cut(plan, T)
+    ends = pieces.ends(plan, interpret, given, planes, _step, True)
     out_type, rows = partial(pallas.out_type, operands=given), tile((CHUNK, SIZE), dtype)
     of_tokens = out_type((B, T, N, Hv), dtype)
     results = [
@@ -150,28 +154,30 @@ def _reverse(
         first=plgpu.Barrier(),
     )
     return mosaic_gpu.launch(
-        _reverse_kernel,
+        partial(_reverse_kernel, cut),
         "linear_attention_reverse",
         interpret=interpret,
         out_type=results,
-        scratch=scratch | tiles.spare_tile(interpret, H, dtype),
-        grid={"column": Hv // SIZE, "head": N, "batch": B},
+        scratch=scratch | pieces.barriers(ends) | tiles.spare_tile(interpret, H, dtype),
+        grid={"column": Hv // SIZE, "piece": cut.count, "head": N, "batch": B},
         warpgroups=2,
-    )(given._replace(value=dout), planes, dfinal)
+    )(given, planes, ends, dfinal)
 
 
 def _reverse_kernel(
-    given: Inputs, planes: Any, dfinal_ref, dvalue_ref, dstates_ref, dfirst_ref, *corrections_ref,
-    rings, loaded, free, row_tiles, dstate_tile, state_tile, first, spare=None,
+    cut: pieces.Cut, given: Inputs, planes: Any, ends: Any, dfinal_ref, dvalue_ref, dstates_ref, dfirst_ref,
+    *corrections_ref, rings, loaded, free, row_tiles, dstate_tile, state_tile, first,
+    started=None, spare=None,
 ):  # fmt: skip
-    """Walks over the chunks of 64 columns of one value head, the last first; `value` in `given` is dO."""
-    b, n, wg = (lax.axis_index(name) for name in ("batch", "head", "wg"))
+    """Walks over a piece of 64 columns of one value head, the last chunk first; `value` in `given` is dO."""
+    b, n, piece, wg = (lax.axis_index(name) for name in ("batch", "head", "piece", "wg"))
     columns = pl.ds(lax.axis_index("column") * SIZE, SIZE)
-    count = jnp.int32(given.value.shape[1] // CHUNK)
-    number = lambda t: count - 1 - t
+    start_of_piece, count = cut.steps(piece)
+    number = lambda t: cut.total - 1 - start_of_piece - t
 
     @pl.when(wg == 1)
     def _load():
+        pieces.wait_for_start(started)
         sources = partial(tiles.sources, given, planes, b, n, columns)
         tiles.stream(count, _STAGES, lambda t: sources(number(t)), rings, loaded, free)
 
@@ -183,21 +189,9 @@ def _reverse_kernel(
             dstate_tile[...] = dstate.astype(dstate_tile.dtype)
             plgpu.barrier_wait(loaded.at[slot])
             chunk = tiles.at_slot(rings, slot)
-            numbers = chunk.numbers(COLUMNS)
-            # (7)
             dout = tiles.load_transposed(chunk.value)
-            du = product(dstate, chunk.key.T, spare) * along_columns(numbers.at_end)
-            du = product(dout, chunk.reads, spare, du)
-            # (8)
-            before = product(
-                dout * along_columns(numbers.from_start), chunk.query, spare, dstate * numbers.whole
-            )
-            found = [du]
-            if corrections_ref:
-                dr = product(du, chunk.solved, spare)
-                dv = dr * along_columns(numbers.beta)
-                before = product(-dv * along_columns(numbers.at_start), chunk.key, spare, before)
-                found = [dv, dr]
+            found = _corrected(chunk, dout, dstate, spare)
+            before = _passed(chunk, dout, dstate, found[0], spare)
             plgpu.barrier_arrive(free.at[slot])
 
             for there, x in zip(row_tiles, found, strict=True):
@@ -212,11 +206,45 @@ def _reverse_kernel(
             start = tiles.zeros(SIZE, given.key.shape[-1])
         else:
             start = tiles.load_state(dfinal_ref.at[b, n, :, columns], state_tile, first)
+        start = pieces.start(ends, start, piece, (b, n, columns), rings, state_tile, started, spare)
         dstate = lax.fori_loop(jnp.int32(0), count, step, start)
-        tiles.store_transposed(state_tile, dstate)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(state_tile, dfirst_ref.at[b, n, :, columns])
+
+        @pl.when(piece == cut.count - 1)
+        def _first():
+            tiles.store_transposed(state_tile, dstate)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(state_tile, dfirst_ref.at[b, n, :, columns])
+
         plgpu.wait_smem_to_gmem(0)
+
+
+def _corrected(chunk: tiles.ChunkArrays, dout: Any, dstate: jax.Array, spare: Any) -> list[jax.Array]:
+    """Returns what is transposed of dV, and of dR under a delta rule, by (7) and (8); `dout` may be None."""
+    numbers = chunk.numbers(COLUMNS)
+    du = product(dstate, chunk.key.T, spare) * along_columns(numbers.at_end)
+    if dout is not None:
+        du = product(dout, chunk.reads, spare, du)
+    if chunk.solved is None:
+        return [du]
+    dr = product(du, chunk.solved, spare)
+    return [dr * along_columns(numbers.beta), dr]
+
+
+def _passed(chunk: tiles.ChunkArrays, dout: Any, dstate: jax.Array, dvalue: Any, spare: Any) -> jax.Array:
+    """Returns the transposed cotangent of the state before a chunk, by (8)."""
+    numbers = chunk.numbers(COLUMNS)
+    before = dstate * numbers.whole
+    if dout is not None:
+        before = product(dout * along_columns(numbers.from_start), chunk.query, spare, before)
+    if chunk.solved is not None:
+        before = product(dvalue * along_columns(-numbers.at_start), chunk.key, spare, before)
+    return before
+
+
+def _step(chunk: tiles.ChunkArrays, dstate: jax.Array, spare: Any) -> jax.Array:
+    dout = None if chunk.value is None else tiles.load_transposed(chunk.value)
+    dvalue = None if chunk.solved is None else _corrected(chunk, dout, dstate, spare)[0]
+    return _passed(chunk, dout, dstate, dvalue, spare)
 
 
 # ---- the states again
@@ -424,12 +452,12 @@ def _of_keys(
 
     # D, from (9)
     if options.is_delta:
-        da = -shared_product(corrections, u.T)
-        da, of_keys = _decayed(da, column < row, rows, at.of_columns)
-        at.overlaps[2][...] = (da * along_rows(rows.beta * rows.key_factor)).astype(at.key.dtype)
-        da = da * of_keys
-        tiles.store_two(at.overlaps[:2], da * along_rows(rows.beta))
-        z = da * shared_product(at.key, at.key.T) * along_rows(rows.key_factor)
+        # - dA; its factors are negated, as in `corrected`
+        a, of_keys = _decayed(shared_product(corrections, u.T), column < row, rows, at.of_columns)
+        at.overlaps[2][...] = (a * along_rows(-rows.beta * rows.key_factor)).astype(at.key.dtype)
+        a = a * of_keys
+        tiles.store_two(at.overlaps[:2], a * along_rows(-rows.beta))
+        z = a * shared_product(at.key, at.key.T) * along_rows(-rows.key_factor)
         dbeta = z.sum(axis=1)
         plgpu.barrier_wait(has_reads)  # sums of columns go through memory that both warpgroups share
         at.across[...] += _across_token(z * along_rows(rows.beta), at.after, spare)
@@ -450,7 +478,7 @@ def _of_keys(
         y, sums = e * along_rows(end), [(at.reads[2].T, at.query.at[:, half])]
         if r is not None:
             add(at.erased, rows.at_start * _row_dot(at.key.at[:, half], r), half)
-            y = y - r * along_rows(start * rows.beta)
+            y = y + r * along_rows(-start * rows.beta)
             sums += [(plane, at.key.at[:, half]) for plane in (*at.overlaps[:2], at.overlaps[2].T)]
         found.add(at.key.at[:, half], _add_shared(y, sums, spare))
     found.write(rows.key_factor, 1.0, at.overlaps, refs, here)

@@ -9,6 +9,8 @@ is read of a chunk into a ring (TMA), another holds the transposed state [64, H]
 (5) and (6) of `forward.py`. So transposed, whatever a product gives is the first factor of the next one,
 without a way through shared memory, and each number of a token belongs to a column.
 
+Where few programs would walk, each walks over a piece of the sequence (`hopper_pieces.py`).
+
 References:
   As in `forward.py`.
 """
@@ -25,6 +27,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax_attn_bwd._core import mosaic_gpu, pallas
 from jax_attn_bwd._core.mosaic_gpu import COLUMNS, tile
 from jax_attn_bwd._core.sharding import tie
+from jax_attn_bwd.ops.linear_attention.kernels import hopper_pieces as pieces
 from jax_attn_bwd.ops.linear_attention.kernels import hopper_tiles as tiles
 from jax_attn_bwd.ops.linear_attention.kernels import inputs
 from jax_attn_bwd.ops.linear_attention.kernels.hopper_tiles import CHUNK, SIZE, along_columns, product
@@ -47,10 +50,11 @@ def _forward(plan, interpret, operands):
     given = pallas.vary_alike(inputs.of_call(plan, operands, (SIZE, SIZE)))
     (B, T, _, H), (N, Hv) = given.key.shape, given.value.shape[-2:]
     planes = tiles.planes(plan.options, interpret, given)
+    ends, cut = pieces.ends(plan, interpret, given, planes, _step, False), pieces.cut(plan, T)
     out_type = partial(pallas.out_type, operands=given)
     state = tile((H, SIZE), jnp.float32)
     out, final, states = mosaic_gpu.launch(
-        partial(_kernel, plan.side_by_side),
+        partial(_kernel, plan.side_by_side, cut),
         "linear_attention_walk",
         interpret=interpret,
         out_type=[
@@ -60,26 +64,28 @@ def _forward(plan, interpret, operands):
         ],
         scratch=tiles.rings(_STAGES, given, len(planes))
         | dict(out_tile=tile((CHUNK, SIZE), given.value.dtype), state_tile=state, first=plgpu.Barrier())
+        | pieces.barriers(ends)
         | tiles.spare_tile(interpret, H, given.value.dtype),
-        grid={"column": Hv // SIZE, "head": N, "batch": B},
+        grid={"column": Hv // SIZE, "piece": cut.count, "head": N, "batch": B},
         warpgroups=2,
-    )(given, planes)
+    )(given, planes, ends)
     return inputs.result(operands, out, final, states)
 
 
 def _kernel(
-    between: int, given: Inputs, planes: Any, out_ref, final_ref, states_ref,
-    *, rings, loaded, free, out_tile, state_tile, first, spare=None,
+    between: int, cut: pieces.Cut, given: Inputs, planes: Any, ends: Any, out_ref, final_ref, states_ref,
+    *, rings, loaded, free, out_tile, state_tile, first, started=None, spare=None,
 ):  # fmt: skip
-    """Walks over the chunks of 64 columns of one value head; a state is saved before each `between`."""
-    b, n, wg = (lax.axis_index(name) for name in ("batch", "head", "wg"))
+    """Walks over a piece of 64 columns of one value head; a state is saved before each `between` chunks."""
+    b, n, piece, wg = (lax.axis_index(name) for name in ("batch", "head", "piece", "wg"))
     columns = pl.ds(lax.axis_index("column") * SIZE, SIZE)
-    count = given.value.shape[1] // CHUNK
+    start_of_piece, count = cut.steps(piece)
 
     @pl.when(wg == 1)
     def _load():
+        pieces.wait_for_start(started)
         sources = partial(tiles.sources, given, planes, b, n, columns)
-        tiles.stream(jnp.int32(count), _STAGES, sources, rings, loaded, free)
+        tiles.stream(count, _STAGES, lambda t: sources(start_of_piece + t), rings, loaded, free)
 
     @pl.when(wg == 0)
     def _compute():
@@ -87,6 +93,7 @@ def _kernel(
             start = tiles.zeros(SIZE, given.key.shape[-1])
         else:
             start = tiles.load_state(given.state.at[b, n, :, columns], state_tile, first)
+        start = pieces.start(ends, start, piece, (b, n, columns), rings, state_tile, started, spare)
 
         def step(t, state):
             slot = lax.rem(t, jnp.int32(_STAGES))
@@ -97,7 +104,7 @@ def _kernel(
             def _save():
                 tiles.store_transposed(state_tile, state)
                 plgpu.commit_smem()
-                group = lax.div(t, jnp.int32(between))
+                group = lax.div(start_of_piece + t, jnp.int32(between))
                 plgpu.copy_smem_to_gmem(state_tile, states_ref.at[group, b, n, :, columns])
 
             chunk = tiles.at_slot(rings, slot)
@@ -108,25 +115,35 @@ def _kernel(
             plgpu.barrier_arrive(free.at[slot])
             tiles.store_transposed(out_tile, out)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(out_tile, out_ref.at[b, tiles.tokens(t), n, columns])
+            plgpu.copy_smem_to_gmem(out_tile, out_ref.at[b, tiles.tokens(start_of_piece + t), n, columns])
             return state
 
-        state = lax.fori_loop(jnp.int32(0), jnp.int32(count), step, start)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        tiles.store_transposed(state_tile, state)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(state_tile, final_ref.at[b, n, :, columns])
+        state = lax.fori_loop(jnp.int32(0), count, step, start)
+
+        @pl.when(piece == cut.count - 1)
+        def _final():
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            tiles.store_transposed(state_tile, state)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(state_tile, final_ref.at[b, n, :, columns])
+
         plgpu.wait_smem_to_gmem(0)
 
 
+def _step(chunk: tiles.ChunkArrays, state: jax.Array, spare: Any) -> jax.Array:
+    """Returns the transposed state behind a chunk."""
+    return passed(chunk, state, corrected(chunk, state, spare), spare)
+
+
 def corrected(chunk: tiles.ChunkArrays, state: jax.Array, spare: Any) -> jax.Array:
-    """Returns U^T `[SIZE, CHUNK]` of the transposed state before a chunk, by (5)."""
-    value = tiles.load_transposed(chunk.value)
+    """Returns U^T `[SIZE, CHUNK]` of the transposed state before a chunk, by (5); no values are zeros."""
+    value: Any = None if chunk.value is None else tiles.load_transposed(chunk.value)
     if chunk.solved is None:
         return value
     numbers = chunk.numbers(COLUMNS)
-    held = product(state, chunk.key.T, spare)
-    rest = (value - held * along_columns(numbers.at_start)) * along_columns(numbers.beta)
+    # the factor is negated: the sign of a product is changed before that is waited for, which serializes all
+    held = product(state, chunk.key.T, spare) * along_columns(-numbers.at_start)
+    rest = (held if value is None else value + held) * along_columns(numbers.beta)
     return product(rest, chunk.solved.T, spare)
 
 

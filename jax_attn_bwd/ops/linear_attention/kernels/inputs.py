@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import PartitionSpec
 
 from jax_attn_bwd._core.numerics import to_rank
@@ -59,18 +60,20 @@ def of_call(plan: Plan, operands: Operands, multiples: tuple[int, int]) -> Input
     value = padded_rows(plan, operands, operands.value, multiples[1])
     B, _, N, _ = value.shape
 
-    def of_tokens(x):  # [..., T, 1 | K | N, 1] to [B, T, N]
-        x = jnp.broadcast_to(x, (*operands.value.shape[:-2], *x.shape[-2:])).reshape(B, T, -1)
-        return jnp.repeat(jnp.pad(x, [(0, 0), (0, padded), (0, 0)]), N // x.shape[-1], -1)
+    def of_tokens(x):  # [..., T, K | N, X] to [B, N, X, T]
+        x = jnp.pad(x.reshape(B, T, *x.shape[-2:]), [(0, 0), (0, padded), (0, 0), (0, 0)])
+        return jnp.repeat(x, N // x.shape[2], 2).transpose(0, 2, 3, 1)
 
-    g = of_tokens(clean(log_decay(operands))).reshape(B, -1, 1, plan.chunk, N)
-    # no product, whose factors would be rounded; a sum over masked pairs is one kernel
-    up_to = np.tril(np.ones((plan.chunk, plan.chunk), bool))[..., None]
-    c = jnp.where(to_rank(jnp.asarray(up_to), 5), g, 0).sum(-2).reshape(B, -1, N)
-    beta = jnp.ones_like(c) if operands.beta is None else of_tokens(clean(wide(operands.beta[..., None])))
-    factors = (of_tokens(unit_factor(plan.options, clean(x))) for x in (operands.query, operands.key))
-    query_factor, key_factor = factors
-    numbers = jnp.stack([c, beta, plan.options.scale * query_factor, key_factor], -1).transpose(0, 2, 3, 1)
+    g = jnp.broadcast_to(clean(log_decay(operands)), (*operands.value.shape[:-1], 1))
+    beta = jnp.ones_like(g) if operands.beta is None else clean(wide(operands.beta[..., None]))
+    factors = _factors(plan.options, clean(operands.query), clean(operands.key))
+    rows = jnp.concatenate([of_tokens(jnp.concatenate([g, beta], -1)), of_tokens(factors)], 2)
+    # Sums over masked tokens: of those up to a token, which a product would round, and for all but c of the
+    # token alone. So one kernel of a GPU makes all four.
+    up_to, alone = np.tri(plan.chunk, dtype=bool), np.eye(plan.chunk, dtype=bool)
+    masks = jnp.asarray(np.stack([up_to, alone, alone, alone])[:, None])
+    rows = rows.reshape(B, N, NUMBERS, -1, 1, plan.chunk)
+    numbers = jnp.where(to_rank(masks, 6), rows, 0).sum(-1).reshape(B, N, NUMBERS, -1)
     return Inputs(query, key, value, numbers, padded_state(operands.initial_state, query, value))
 
 
@@ -108,10 +111,17 @@ def log_decay(operands: Operands) -> jax.Array:
     return jnp.where(is_never, NEVER, g)
 
 
-def unit_factor(options: Options, x: jax.Array) -> jax.Array:
-    """Returns what the l2 norm multiplies rows by, `[..., T, K, 1]`; 1 without one."""
-    factor = layout.unit(options, wide(x))[1]
-    return jnp.ones((*x.shape[:-1], 1), jnp.float32) if factor is None else factor
+def _factors(options: Options, query: jax.Array, key: jax.Array) -> jax.Array:
+    """Returns what multiplies queries, by the scale and the l2 norm, and keys, `[..., T, K, 2]`."""
+    scales = np.array([options.scale, 1], np.float32)
+    if options.l2_norm_epsilon is None:
+        return jnp.broadcast_to(to_rank(jnp.asarray(scales), query.ndim), (*query.shape[:-1], 2))
+    x, zero = wide(jnp.stack([query, key])), np.float32(0)
+    # both sums in one reduction, so that a GPU reads the rows once
+    add = lambda a, b: (a[0] + b[0], a[1] + b[1])
+    sums = lax.reduce((x * x, layout.small_squares(x)), (zero, zero), add, (x.ndim - 1,))
+    power, factor = layout.unit_factors(options.l2_norm_epsilon, *sums)
+    return jnp.moveaxis(power * factor, 0, -1) * to_rank(jnp.asarray(scales), query.ndim)
 
 
 def result(operands: Operands, out: jax.Array, final: jax.Array, states: jax.Array) -> Result:
