@@ -286,7 +286,8 @@ def test_what_help_shows_of_a_layer():
     }
     for begin, shown in begins.items():
         signature = str(inspect.signature(shown))
-        assert signature.startswith(begin) and len(signature) <= 900, begin
+        assert signature.startswith(begin), signature
+        assert len(signature) <= 900, begin
 
 
 @pytest.mark.parametrize("framework", NAMES)
