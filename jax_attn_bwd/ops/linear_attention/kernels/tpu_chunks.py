@@ -363,14 +363,18 @@ def inverse(chunks: Chunks, a: jax.Array) -> Stages[jax.Array]:
     """
     C = a.shape[0]
     row, column = number(a.shape, 0), number(a.shape, 1)
-    # of each row the numbers of its block, in the first 8 lanes
+    # Of each row the numbers of its block. The matrix unit puts each in all lanes, where the transposing unit
+    # would be the busier one; with decays of channels it is not, and a number stands in one lane.
     own = jnp.where((row >> 3) == (column >> 3), a, 0)
-    fold = ((row & 7) == column).astype(jnp.bfloat16)
-    own = product(chunks, own, fold, is_exact=True).reshape(C // TILE, TILE, C)
+    lanes = 1 if chunks.of_channels else C
+    fold = (row & 7) == column
+    if lanes == C:
+        fold = jnp.concatenate([(row & 7) == j for j in range(TILE - 1)], 1)
+    own = product(chunks, own, fold.astype(jnp.bfloat16), is_exact=True).reshape(C // TILE, TILE, -1)
     found = jnp.where(row == column, jnp.float32(1), jnp.float32(0)).reshape(C // TILE, TILE, C)
     yield
     for j in range(TILE - 1):
-        found = found - own[:, :, j : j + 1] * found[:, j : j + 1, :]
+        found = found - own[:, :, j * lanes : (j + 1) * lanes] * found[:, j : j + 1, :]
     found, size = found.reshape(C, C), TILE
     yield
     while size < C:
