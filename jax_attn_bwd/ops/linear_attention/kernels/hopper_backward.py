@@ -165,8 +165,8 @@ def _reverse(
 
 
 def _reverse_kernel(
-    cut: pieces.Cut, given: Inputs, planes: Any, ends: Any, dfinal_ref, dvalue_ref, dstates_ref, dfirst_ref,
-    *corrections_ref, rings, loaded, free, row_tiles, dstate_tile, state_tile, first,
+    cut: pieces.CutWalk, given: Inputs, planes: Any, ends: Any, dfinal_ref, dvalue_ref, dstates_ref,
+    dfirst_ref, *corrections_ref, rings, loaded, free, row_tiles, dstate_tile, state_tile, first,
     started=None, spare=None,
 ):  # fmt: skip
     """Walks over a piece of 64 columns of one value head, the last chunk first; `value` in `given` is dO."""

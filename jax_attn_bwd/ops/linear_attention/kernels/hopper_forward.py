@@ -73,7 +73,7 @@ def _forward(plan, interpret, operands):
 
 
 def _kernel(
-    between: int, cut: pieces.Cut, given: Inputs, planes: Any, ends: Any, out_ref, final_ref, states_ref,
+    between: int, cut: pieces.CutWalk, given: Inputs, planes: Any, ends: Any, out_ref, final_ref, states_ref,
     *, rings, loaded, free, out_tile, state_tile, first, started=None, spare=None,
 ):  # fmt: skip
     """Walks over a piece of 64 columns of one value head; a state is saved before each `between` chunks."""

@@ -32,7 +32,7 @@ _STAGES = 2  # at least WIDEST[0] // SIZE: `start` loads A into the rings
 
 
 @dataclass(frozen=True)
-class Cut:
+class CutWalk:
     """How a walk over `total` chunks is cut: `count` pieces of `length`, the last of them maybe shorter."""
 
     count: int
@@ -45,14 +45,14 @@ class Cut:
         return first, lax.min(jnp.int32(self.length), jnp.int32(self.total) - first)
 
 
-def cut(plan: Plan, T: int) -> Cut:
+def cut(plan: Plan, T: int) -> CutWalk:
     """Returns how a walk over T tokens is cut: states are saved before the same chunks as without pieces."""
     total = T // CHUNK
     length = plan.side_by_side * ceil_div(total // plan.side_by_side, plan.pieces)
-    return Cut(ceil_div(total, length), length, total)
+    return CutWalk(ceil_div(total, length), length, total)
 
 
-class Ends(NamedTuple):
+class PieceEnds(NamedTuple):
     """A and B of all pieces but the last one, in the order of the walk."""
 
     moved: Any  # B, float32 [pieces - 1, batch, N, H, Hv]
@@ -61,7 +61,7 @@ class Ends(NamedTuple):
 
 def ends(
     plan: Plan, interpret: bool, given: Inputs, planes: Any, step: Callable[..., jax.Array], is_reverse: bool
-) -> Ends | None:
+) -> PieceEnds | None:
     """Computes the ends of pieces; None where there is one piece.
 
     `step(chunk, state, spare)` passes a chunk, whose `value` may be None for zeros. `is_reverse` tells that
@@ -97,12 +97,12 @@ def ends(
         grid={"column": (max(H, Hv) if is_delta else Hv) // SIZE, "piece": before, "head": N, "batch": B},
         warpgroups=3 if is_delta else 2,
     )(given._replace(state=None), planes)
-    return Ends(*found)
+    return PieceEnds(*found)
 
 
 def _ends_kernel(
-    pieces: Cut, step: Callable[..., jax.Array], is_reverse: bool, is_delta: bool, given: Inputs, planes: Any,
-    moved_ref, kept_ref, *, rings, loaded, free, state_tile, kept_tiles, spares,
+    pieces: CutWalk, step: Callable[..., jax.Array], is_reverse: bool, is_delta: bool, given: Inputs,
+    planes: Any, moved_ref, kept_ref, *, rings, loaded, free, state_tile, kept_tiles, spares,
 ):  # fmt: skip
     """Walks over a piece from the state 0, and under a delta rule from the state I: 64 columns of each."""
     b, n, piece, column, wg = (lax.axis_index(x) for x in ("batch", "head", "piece", "column", "wg"))
@@ -178,7 +178,7 @@ def _ends_kernel(
                 plgpu.wait_smem_to_gmem(0)
 
 
-def barriers(ends: Ends | None) -> dict[str, Any]:
+def barriers(ends: PieceEnds | None) -> dict[str, Any]:
     """Returns the barriers that `start` takes: for what it loads, and for the loads of the walk behind it."""
     if ends is None:
         return {}
@@ -187,7 +187,7 @@ def barriers(ends: Ends | None) -> dict[str, Any]:
 
 
 def start(
-    ends: Ends | None, state: jax.Array, piece: Any, here: Any, rings: ChunkArrays, state_tile: Any,
+    ends: PieceEnds | None, state: jax.Array, piece: Any, here: Any, rings: ChunkArrays, state_tile: Any,
     started: Any, spare: Any,
 ) -> jax.Array:  # fmt: skip
     """Returns the transposed state before a piece, from that before the walk; `here`: (b, n, columns).
