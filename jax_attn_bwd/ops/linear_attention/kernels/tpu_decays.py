@@ -5,6 +5,7 @@ those of a key head, and a plane of decays is what its value heads differ by. Wh
 pairs of a chunk are parted by halvings, (2) of `decays.py`: a product each, of rows times their factors.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -119,19 +120,23 @@ class Channels(NamedTuple):
     factors: tuple[tuple[int, jax.Array], ...]
     restarts: jax.Array  # bool, where a decay does not count, [C, H]
 
-    def products(self, chunks: Chunks, x: jax.Array, y: jax.Array) -> Stages[jax.Array]:
-        """Returns the sums of x_i y_j exp(c_i - c_j) over the channels for j < i, else 0, `[C, C]`."""
-        plane = jnp.zeros((CHUNK, CHUNK), jnp.float32)
+    def products(self, chunks: Chunks, rows: Sequence[jax.Array], y: jax.Array) -> Stages[list[jax.Array]]:
+        """Returns for each x of `rows` the sums of x_i y_j exp(c_i - c_j) over the channels for j < i, else 0.
+
+        They lie beneath one another in one product, `[len(rows) C, C]`, which reads y once.
+        """
+        planes = [jnp.zeros((CHUNK, CHUNK), jnp.float32)] * len(rows)
         for size, factor in self.factors:
-            x_scaled, y_scaled = x * factor, y * factor
-            if size >= TILE:
-                halves = Halves(size)
-                found = halves.placed(product(chunks, halves.later(x_scaled), y_scaled, (1, 1)))
-            else:
-                found = product(chunks, x_scaled, y_scaled, (1, 1))
-            plane += jnp.where(_parted(size), found, 0)
+            scaled, halves = [x * factor for x in rows], Halves(size) if size >= TILE else None
+            if halves is not None:
+                scaled = [halves.later(x) for x in scaled]
+            found = jnp.split(product(chunks, jnp.concatenate(scaled, 0), y * factor, (1, 1)), len(rows))
+            if halves is not None:
+                found = [halves.placed(x) for x in found]
+            is_parted = _parted(size)
+            planes = [plane + jnp.where(is_parted, x, 0) for plane, x in zip(planes, found, strict=True)]
             yield
-        return plane
+        return planes
 
     def earlier(
         self, chunks: Chunks, plane: jax.Array, x: jax.Array, of: "MovedByDecays"
@@ -283,11 +288,9 @@ def _of_channels(
     channels = Channels(tuple(factors), restarts)
     query, key = keys.units
     own = (query * key).sum(1, keepdims=True)
-    reads = yield from channels.products(chunks, query, key)
+    rows = [query, key] if chunks.options.is_delta else [query]
+    reads, *overlaps = yield from channels.products(chunks, rows, key)
     is_own = number(reads.shape, 0) == number(reads.shape, 1)
-    overlaps = None
-    if chunks.options.is_delta:
-        overlaps = yield from channels.products(chunks, key, key)
     return ChunkOfHead(
         column,
         from_start,
@@ -297,7 +300,7 @@ def _of_channels(
         ScaledRows(key * from_start, None),
         ScaledRows(key * to_end, None),
         jnp.where(is_own, own, reads),
-        overlaps,
+        *(overlaps or [None]),
         None,
         channels,
     )
