@@ -297,6 +297,8 @@ def product(
 
     (x, *x_rest), (y, *y_rest) = parts(x), parts(y)
     pairs = [(x, y), *((x, rest) for rest in y_rest), *((rest, y) for rest in x_rest)]
+    if x.shape[axes[0]] % LANES == 0:  # one product adds up in the matrix unit
+        pairs = [tuple(jnp.concatenate(z, axis) for z, axis in zip(zip(*pairs), axes))]
     found = [
         lax.dot_general(a, b, dims, precision=lax.Precision.DEFAULT, preferred_element_type=jnp.float32)
         for a, b in pairs
