@@ -24,7 +24,7 @@ from jax_attn_bwd.ops.linear_attention.kernels import tpu_chunks as tpu
 from jax_attn_bwd.ops.linear_attention.kernels import tpu_decays as chunk
 from jax_attn_bwd.ops.linear_attention.kernels import tpu_forward
 from jax_attn_bwd.ops.linear_attention.kernels.tpu_chunks import CHUNK, Chunks, Stages, TokenNumbers, product
-from jax_attn_bwd.ops.linear_attention.kernels.tpu_decays import ChunkOfHead, KeyHead
+from jax_attn_bwd.ops.linear_attention.kernels.tpu_decays import ChunkOfHead, DecaysOfChannels, KeyHead
 from jax_attn_bwd.ops.linear_attention.plan import Plan
 from jax_attn_bwd.ops.linear_attention.spec import Operands, Options, Residuals
 
@@ -88,8 +88,8 @@ def _of_shard(
         known.rows,
         chunks.lay_states(merged),
     ]
-    of_decays = chunks.of_tokens(chunks.value_heads * width, last_first)
-    arrays += (of_channels := chunks.of_each_channel(operands))
+    arrays += (of_channels := DecaysOfChannels.arrays(chunks, operands))
+    of_decays = DecaysOfChannels.specs(chunks, last_first) if of_channels else ()
     if dfinal is not None:
         arrays.append(chunks.lay_state(dfinal))
     arrays = pallas.vary_alike(arrays)
@@ -103,8 +103,8 @@ def _of_shard(
         "initial_state": ((B, N, width, value_width), jnp.float32, of_state),
     }
     asked = wanted | {"rows"} if wanted & {"log_decay", "beta"} else wanted
-    for x in of_channels:
-        made["log_decay"] = x.shape, x.dtype, of_decays
+    if of_channels:
+        made["log_decay"] = of_channels.logs.shape, of_channels.logs.dtype, of_decays.logs
         asked = wanted | {"rows"} if "beta" in wanted else wanted
     names = [name for name in made if name in asked]
     found = mosaic_tpu.launch(
@@ -115,7 +115,7 @@ def _of_shard(
         parallel=2,
         in_specs=[
             of_keys, of_keys, of_values, of_values, of_rows, chunks.of_states(last_first),
-            *[of_decays] * chunks.of_channels, *[of_state] * (dfinal is not None),
+            *of_decays, *[of_state] * (dfinal is not None),
         ],
         out_specs=[made[name][2] for name in names],
         out_type=[pallas.out_type(made[name][0], made[name][1], arrays) for name in names],
@@ -159,8 +159,8 @@ def _kernel(
     value: Any, dout: Any, rows: Any, states: Any, *refs: Any,
 ) -> None:  # fmt: skip
     """Passes one chunk of each head of a step."""
-    read = chunks.of_channels + has_dfinal
-    log_decay, (*results, dstate) = refs[0] if chunks.of_channels else None, refs[read:]
+    read = 2 * chunks.of_channels + has_dfinal
+    decays, (*results, dstate) = DecaysOfChannels(*refs[:2]) if chunks.of_channels else None, refs[read:]
     outputs = dict(zip(names, results, strict=True))
 
     @pl.when(pl.program_id(2) == 0)
@@ -172,8 +172,8 @@ def _kernel(
     def pass_head(n: int) -> Stages[_OfKeys]:
         (of, v), (_, do) = (chunk.read_value(chunks, numbers[n], x, n) for x in (value, dout))
         of_channels, own = slice(n * chunks.width, (n + 1) * chunks.width), keys[n // chunks.groups]
-        g = None if log_decay is None else log_decay[:, of_channels]
-        within = yield from chunk.inside(chunks, own, numbers[n], g)
+        of_head = None if decays is None else decays.of_head(chunks, n)
+        within = yield from chunk.inside(chunks, own, numbers[n], of_head)
         found = yield from _of_head(chunks, wanted, within, own, v, do, states[n], dstate[n])
         dstate[n] = found.state
         if "value" in outputs:
@@ -332,11 +332,8 @@ def _through_channels(
     if "log_decay" in wanted:
         start, end = query * pairs.query, key * pairs.read
         start = start if pairs.reader is None else start + key * pairs.reader
-        t, i = (tpu.number((CHUNK, CHUNK), axis) for axis in (0, 1))
         passed = jnp.broadcast_to(pairs.passed, (pairs.passed.shape[0], LANES)).T[:1]
-        dg = passed + (yield from channels.of_decays(chunks, sums))
-        dg += product(chunks, (t <= i).astype(jnp.bfloat16), start, is_exact=True)
-        dg += product(chunks, (t > i).astype(jnp.bfloat16), end, is_exact=True)
+        dg = passed + channels.of_decays(chunks, [start, end, *sums])
         dg = tpu.seen(chunks, within.column, jnp.where(channels.restarts, 0, dg))
     yield
     own = (chunk.wide(dout) * chunk.wide(u)).sum(1, keepdims=True)

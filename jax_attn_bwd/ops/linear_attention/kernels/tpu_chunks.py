@@ -24,7 +24,7 @@ from jax.experimental import pallas as pl
 
 from jax_attn_bwd._core import mosaic_tpu
 from jax_attn_bwd._core.mosaic_tpu import LANES, ZERO
-from jax_attn_bwd._core.numerics import ceil_div, round_up, rounding_between
+from jax_attn_bwd._core.numerics import ceil_div, round_up
 from jax_attn_bwd.ops.linear_attention import layout
 from jax_attn_bwd.ops.linear_attention.plan import has_decays_of_channels
 from jax_attn_bwd.ops.linear_attention.spec import Operands, Options
@@ -33,7 +33,7 @@ CHUNK = 128  # tokens: the side of the matrix unit
 _SIZE = 256  # the largest key and value size
 _STATES = 2**19  # numbers in the states of a step: 8 heads of 256 x 256
 _SIDE_BY_SIDE = 4  # value heads of a step, where they need not be more; half as many with decays of channels
-EXACT = 1024.0  # sums of 128 multiples of 1 / 1024, none below -104, are exact in float32
+_EXACT = 1024.0  # sums of 128 multiples of 1 / 1024, none below -104, are exact in float32
 TILE = 8  # rows of a register: blocks of the inverse that are found by substitution
 
 R = TypeVar("R")
@@ -124,10 +124,10 @@ class Chunks:
         """Turns queries or keys `[..., T, K, H]` into `[B, T, K width]`."""
         return self._lay(x, self.width)
 
-    def of_each_channel(self, operands: Operands) -> list[jax.Array]:
-        """Returns [decays of channels `[B, T, N width]`], or nothing where channels share theirs."""
+    def of_each_channel(self, operands: Operands) -> jax.Array | None:
+        """Returns decays of channels `[B, T, N width]`, None where channels share theirs."""
         g = operands.log_decay
-        return [self._lay(g, self.width)] if self.of_channels and g is not None else []
+        return self._lay(g, self.width) if self.of_channels and g is not None else None
 
     def lay_values(self, x: jax.Array) -> jax.Array:
         """Turns values or their cotangents `[..., T, N, Hv]` into `[B, T, N value_width]`."""
@@ -235,7 +235,7 @@ def decays(chunks: Chunks, operands: Operands) -> TokenNumbers:
 
     # c in two parts, and what follows from it
     g = jnp.where(restarts, 0, g)
-    high = jnp.round(g * EXACT) / EXACT
+    high = jnp.round(g * _EXACT) / _EXACT
     number = lax.cumsum(restarts.astype(jnp.int32), 3)
     c_high, c_low = lax.cumsum(high, 3), lax.cumsum(g - high, 3)
     last = lambda x: x[..., -1:]
@@ -279,10 +279,11 @@ def product(
     """Multiplies two matrices over `axes`, in float32.
 
     In a narrow call a factor in float32 is taken as two numbers of bfloat16 that add up to it, but for 2^-17
-    of it. In a wide one `is_exact` asks for all of float32, where else the precision of the call holds.
+    of it. In a wide one `is_exact` asks for all of float32, where else the precision of the call holds: by
+    three such numbers, if the other factor is in bfloat16.
     """
     dims = (((axes[0],), (axes[1],)), ((), ()))
-    if not chunks.is_narrow:
+    if not chunks.is_narrow and not (is_exact and jnp.bfloat16 in (x.dtype, y.dtype)):
         precision = chunks.options.precision
         if is_exact or precision == lax.Precision.HIGH:  # the matrix unit has no three-pass mode in kernels
             precision = lax.Precision.HIGHEST
@@ -290,15 +291,17 @@ def product(
         return lax.dot_general(x, y, dims, precision=precision, preferred_element_type=jnp.float32)
 
     def parts(z):
-        if z.dtype == jnp.bfloat16:
-            return [z]
-        narrow = z.astype(jnp.bfloat16)
-        return [narrow, rounding_between(z, narrow)]
+        found, rest = [z.astype(jnp.bfloat16)], z
+        while rest.dtype != jnp.bfloat16 and len(found) < (2 if chunks.is_narrow else 3):
+            rest = rest - found[-1].astype(jnp.float32)
+            found.append(rest.astype(jnp.bfloat16))
+        return found
 
     (x, *x_rest), (y, *y_rest) = parts(x), parts(y)
     pairs = [(x, y), *((x, rest) for rest in y_rest), *((rest, y) for rest in x_rest)]
-    if x.shape[axes[0]] % LANES == 0:  # one product adds up in the matrix unit
-        pairs = [tuple(jnp.concatenate(z, axis) for z, axis in zip(zip(*pairs), axes))]
+    if mosaic_tpu.has_wide_units() and x.shape[axes[0]] % LANES == 0:  # which add up in passing
+        x_all, y_all = zip(*pairs, strict=True)
+        pairs = [(jnp.concatenate(x_all, axes[0]), jnp.concatenate(y_all, axes[1]))]
     found = [
         lax.dot_general(a, b, dims, precision=lax.Precision.DEFAULT, preferred_element_type=jnp.float32)
         for a, b in pairs

@@ -5,18 +5,20 @@ those of a key head, and a plane of decays is what its value heads differ by. Wh
 pairs of a chunk are parted by halvings, (2) of `decays.py`: a product each, of rows times their factors.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.experimental import pallas as pl
 
+from jax_attn_bwd._core.mosaic_tpu import ZERO
 from jax_attn_bwd.ops.linear_attention.kernels import tpu_chunks as tpu
 from jax_attn_bwd.ops.linear_attention.kernels.tpu_chunks import (
     CHUNK,
-    EXACT,
     TILE,
     Chunks,
     Halves,
@@ -25,6 +27,7 @@ from jax_attn_bwd.ops.linear_attention.kernels.tpu_chunks import (
     number,
     product,
 )
+from jax_attn_bwd.ops.linear_attention.spec import Operands
 
 
 @dataclass(frozen=True)
@@ -114,17 +117,56 @@ class ScaledRows(NamedTuple):
         return product(chunks, self.rows, x if self.factor is None else self.factor * wide(x), (0, 0))
 
 
+_HALVES = tuple(CHUNK >> n for n in range(1, CHUNK.bit_length()))  # tokens of the halves of each halving
+_NEVER = -(2.0**17)  # the logarithm of what underflows, with any that it is added to
+
+
+def _spans() -> np.ndarray:
+    """Tells of each exponent of a token which tokens' logarithms it adds up, `[9 C, C]`.
+
+    They are those up to the token, those behind it, and those between it and the middle of its stretch, with
+    which the later half begins, for each halving. So no exponent is a difference of running sums.
+    """
+    i, t = np.arange(CHUNK)[:, None], np.arange(CHUNK)
+    found = [t <= i, t > i]
+    for size in _HALVES:
+        middle = (i & -(2 * size)) + size
+        found.append(((middle <= t) & (t <= i)) | ((i < t) & (t < middle)))
+    return np.concatenate(found)
+
+
+class DecaysOfChannels(NamedTuple):
+    """Decays of channels, as a kernel reads them: arrays or specs of a call, refs, or those of one head."""
+
+    logs: Any  # [B, T, N width]; in a kernel [C, N width]; of a head [C, H]
+    spans: Any  # which logarithms each exponent adds up, bfloat16, [9 C, C]
+
+    @classmethod
+    def arrays(cls, chunks: Chunks, operands: Operands) -> "tuple[()] | DecaysOfChannels":
+        """Returns the arrays, or none where channels share their decay."""
+        logs = chunks.of_each_channel(operands)
+        return cls(logs, jnp.asarray(_spans(), jnp.bfloat16)) if logs is not None else ()
+
+    @classmethod
+    def specs(cls, chunks: Chunks, where: Callable[[Any], Any]) -> "DecaysOfChannels":
+        """Returns their specs; `where` tells the chunk."""
+        of_spans = pl.BlockSpec(((2 + len(_HALVES)) * CHUNK, CHUNK), lambda b, h, c: (ZERO, ZERO))
+        return cls(chunks.of_tokens(chunks.value_heads * chunks.width, where), of_spans)
+
+    def of_head(self, chunks: Chunks, n: int) -> "DecaysOfChannels":
+        """Returns those of a value head of a step."""
+        return self._replace(logs=self.logs[:, n * chunks.width : (n + 1) * chunks.width])
+
+
 class Channels(NamedTuple):
     """Decays of channels: the factors of the tokens in each halving of a chunk, large halves first."""
 
     factors: tuple[tuple[int, jax.Array], ...]
     restarts: jax.Array  # bool, where a decay does not count, [C, H]
+    spans: jax.Array  # of `DecaysOfChannels`
 
     def products(self, chunks: Chunks, rows: Sequence[jax.Array], y: jax.Array) -> Stages[list[jax.Array]]:
-        """Returns for each x of `rows` the sums of x_i y_j exp(c_i - c_j) over the channels for j < i, else 0.
-
-        They lie beneath one another in one product, `[len(rows) C, C]`, which reads y once.
-        """
+        """Returns of each x in `rows` the sums over channels of x_i y_j exp(c_i - c_j), j < i, else 0."""
         planes = [jnp.zeros((CHUNK, CHUNK), jnp.float32)] * len(rows)
         for size, factor in self.factors:
             scaled, halves = [x * factor for x in rows], Halves(size) if size >= TILE else None
@@ -168,13 +210,9 @@ class Channels(NamedTuple):
             yield
         return total
 
-    def of_decays(self, chunks: Chunks, moved: list[jax.Array]) -> Stages[jax.Array]:
-        """Returns what the pairs of (18) give, `[C, H]`, from what moves with each halving."""
-        total = jnp.zeros(moved[0].shape, jnp.float32)
-        for (size, _), x in zip(self.factors, moved, strict=True):
-            total += product(chunks, _to_middle(size), x, is_exact=True)
-            yield
-        return total
+    def of_decays(self, chunks: Chunks, moved: Sequence[jax.Array]) -> jax.Array:
+        """Returns (18), `[C, H]`, from what moves with each exponent, in the order of the spans."""
+        return product(chunks, self.spans, jnp.concatenate(moved, 0), (0, 0), is_exact=True)
 
 
 class MovedByDecays(NamedTuple):
@@ -188,13 +226,6 @@ class MovedByDecays(NamedTuple):
         if self.sums:
             self.sums[n] = self.sums[n] + self.rows * share
         return share
-
-
-def _to_middle(size: int) -> jax.Array:
-    """Tells of each t if it lies between token i and the middle b of its stretch: of later ones from b on."""
-    t, i = (number((CHUNK, CHUNK), axis) for axis in (0, 1))
-    b = (i & -(2 * size)) + size
-    return (((b <= t) & (t <= i)) | ((i < t) & (t < b))).astype(jnp.bfloat16)
 
 
 def _parted(size: int) -> jax.Array:
@@ -231,11 +262,11 @@ class ChunkOfHead:
 
 
 def inside(
-    chunks: Chunks, keys: KeyHead, numbers: tuple[PerToken, PerToken], log_decay: jax.Array | None
+    chunks: Chunks, keys: KeyHead, numbers: tuple[PerToken, PerToken], decays: DecaysOfChannels | None
 ) -> Stages[ChunkOfHead]:
-    """Returns the inside of a chunk of one value head; `log_decay` `[C, H]` is that of its channels."""
-    if log_decay is not None:
-        return (yield from _of_channels(chunks, keys, numbers[1], log_decay))
+    """Returns the inside of a chunk of one value head."""
+    if decays is not None:
+        return (yield from _of_channels(chunks, keys, numbers[1], decays))
     row, column = numbers
     c = (column.high - row.high) + (column.low - row.low)
     is_read = number(c.shape, 0) >= number(c.shape, 1)
@@ -258,34 +289,19 @@ def inside(
 
 
 def _of_channels(
-    chunks: Chunks, keys: KeyHead, column: PerToken, log_decay: jax.Array
+    chunks: Chunks, keys: KeyHead, column: PerToken, decays: DecaysOfChannels
 ) -> Stages[ChunkOfHead]:
     """Returns the inside of a chunk whose channels have decays of their own."""
-    # c in two parts, and the number of restarts, by products with ones
-    g = wide(tpu.seen(chunks, column, log_decay))
-    restarts = (jnp.exp(g) == 0) | (column.whole != 0)
-    g = jnp.where(restarts, 0, g)
-    high = jnp.floor(g * EXACT + 0.5) / EXACT
-    up_to = (number((CHUNK, CHUNK), 0) >= number((CHUNK, CHUNK), 1)).astype(jnp.bfloat16)
-    part = product(chunks, up_to, wide(restarts).astype(jnp.bfloat16))
-    c_high, c_low = (product(chunks, up_to, x, is_exact=True) for x in (high, g - high))
+    # the factors are exponentials of sums of logarithms, by one product
+    g = tpu.seen(chunks, column, decays.logs)
+    restarts = (jnp.exp(wide(g)) == 0) | (column.whole != 0)
+    spans = decays.spans[...]
+    exponents = product(chunks, spans, jnp.where(restarts, _NEVER, g), is_exact=True)
     yield
-    factor = lambda is_same, x: jnp.exp(jnp.where(is_same, x, -jnp.inf))
-    last = lambda x: x[CHUNK - 1 :]
-    from_start = factor(part == 0, c_high + c_low)
-    to_end = factor(part == last(part), (last(c_high) - c_high) + (last(c_low) - c_low))
-    whole = jnp.broadcast_to(last(from_start), from_start.shape).T[:, :1]
+    from_start, to_end, *factors = jnp.split(jnp.exp(exponents), 2 + len(_HALVES))
+    whole = jnp.broadcast_to(from_start[CHUNK - 1 :], from_start.shape).T[:, :1]
+    channels = Channels(tuple(zip(_HALVES, factors, strict=True)), restarts, spans)
     yield
-    # the factors of each halving: since b, and up to it
-    factors, size = [], CHUNK // 2
-    while size:
-        token = number(g.shape, 0)
-        since = (c_high - _of_middle(c_high, size)) + (c_low - _of_middle(c_low, size))
-        since = jnp.where((token & size) != 0, since, -since)
-        factors.append((size, factor(part == _of_middle(part, size), since)))
-        size //= 2
-        yield
-    channels = Channels(tuple(factors), restarts)
     query, key = keys.units
     own = (query * key).sum(1, keepdims=True)
     rows = [query, key] if chunks.options.is_delta else [query]
@@ -304,18 +320,6 @@ def _of_channels(
         None,
         channels,
     )
-
-
-def _of_middle(x: jax.Array, size: int) -> jax.Array:
-    """Returns for each token the row of b, with which the later half of its stretch of `2 size` begins."""
-    length = max(2 * size, TILE)
-    stretches = x.reshape(CHUNK // length, length, x.shape[1])
-    found = jnp.broadcast_to(stretches[:, size : size + 1], stretches.shape)
-    row = lax.broadcasted_iota(jnp.int32, stretches.shape, 1)
-    for first in range(2 * size, length, 2 * size):
-        of_b = stretches[:, first + size : first + size + 1]
-        found = jnp.where(row >= first, of_b, found)
-    return found.reshape(x.shape)
 
 
 def corrections(

@@ -22,7 +22,7 @@ from jax_attn_bwd.ops.linear_attention.kernels import tpu_decays as chunk
 from jax_attn_bwd.ops.linear_attention.kernels.inputs import result_specs
 from jax_attn_bwd.ops.linear_attention.kernels.tpu_chunks import Chunks, Stages, product
 from jax_attn_bwd.ops.linear_attention.kernels.tpu_chunks import unsupported as supports
-from jax_attn_bwd.ops.linear_attention.kernels.tpu_decays import ChunkOfHead
+from jax_attn_bwd.ops.linear_attention.kernels.tpu_decays import ChunkOfHead, DecaysOfChannels
 from jax_attn_bwd.ops.linear_attention.plan import Plan
 from jax_attn_bwd.ops.linear_attention.spec import Operands, Options, Result
 
@@ -49,7 +49,7 @@ def of_shard(options: Options, between: int, interpret: bool, operands: Operands
     (B, parts, count), width, value_width = chunks.grid, chunks.width, chunks.value_width
     arrays = [chunks.lay(operands.query), chunks.lay(operands.key), chunks.lay_values(operands.value)]
     arrays.append(tpu.decays(chunks, operands).rows)
-    arrays += chunks.of_each_channel(operands)
+    arrays += DecaysOfChannels.arrays(chunks, operands)
     initial = operands.initial_state
     if initial is not None:
         arrays.append(chunks.lay_state(initial))
@@ -67,7 +67,7 @@ def of_shard(options: Options, between: int, interpret: bool, operands: Operands
         parallel=2,
         in_specs=[
             of_keys, of_keys, of_values, chunks.of_rows(same),
-            *[chunks.of_tokens(chunks.value_heads * width, same)] * chunks.of_channels,
+            *(DecaysOfChannels.specs(chunks, same) if chunks.of_channels else ()),
             *[of_state] * (initial is not None),
         ],
         out_specs=[of_values, of_state, chunks.of_states(lambda c: lax.div(c, np.int32(between)))],
@@ -88,7 +88,7 @@ def _kernel(
 ) -> None:
     """Passes one chunk of each head of a step."""
     *inputs, out, final, states, state = refs
-    log_decay = inputs.pop(0) if chunks.of_channels else None
+    decays = DecaysOfChannels(inputs.pop(0), inputs.pop(0)) if chunks.of_channels else None
 
     @pl.when(pl.program_id(2) == 0)
     def _():
@@ -102,8 +102,8 @@ def _kernel(
 
     def pass_head(n: int) -> Stages[None]:
         of, v = chunk.read_value(chunks, numbers[n], value, n)
-        g = None if log_decay is None else log_decay[:, n * chunks.width : (n + 1) * chunks.width]
-        within = yield from chunk.inside(chunks, keys[n // chunks.groups], numbers[n], g)
+        own = None if decays is None else decays.of_head(chunks, n)
+        within = yield from chunk.inside(chunks, keys[n // chunks.groups], numbers[n], own)
         found, state[n] = yield from _of_head(chunks, within, v, state[n])
         out[:, of] = found.astype(out.dtype)
 
