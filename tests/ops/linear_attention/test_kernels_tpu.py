@@ -9,7 +9,7 @@ import pytest
 from helpers import OPERATORS, assert_trees_close, thorough
 
 from jax_attn_bwd import check, explain, gated_delta_rule, gated_linear_attention
-from jax_attn_bwd._core import pallas, targets
+from jax_attn_bwd._core import mosaic_tpu, pallas, targets
 from jax_attn_bwd.ops.linear_attention.cases import NORM, case
 
 NAME = "mosaic_tpu"
@@ -145,9 +145,11 @@ def test_says_why_it_cannot(changes, reason):
 
 @thorough
 @pytest.mark.kernel
-def test_narrow_products_err_no_more_than_twice_what_the_portable_path_does():
-    """States are float32, of products that keep 17 bits of their factors."""
-    of = case("narrow", T=140, H=32, Hv=32, growth=0.1, **FEW, **NORM)
+@pytest.mark.parametrize(("decay", "is_wide"), [("head", False), ("channel", True)])
+def test_narrow_products_err_no_more_than_twice_what_the_portable_path_does(monkeypatch, decay, is_wide):
+    """States are float32, of products that keep 17 bits of their factors, summed in the unit or not."""
+    monkeypatch.setattr(mosaic_tpu, "has_wide_units", lambda: is_wide)
+    of = case("narrow", T=140, H=32, Hv=32, growth=0.1, decay=decay, **FEW, **NORM)
     with jax.enable_x64(False), pallas.interpreting(NAME):
         found = {name: check.measure(DELTA, name, of, "bfloat16") for name in (NAME, "xla")}
     for kernel, portable in zip(*found.values(), strict=True):
