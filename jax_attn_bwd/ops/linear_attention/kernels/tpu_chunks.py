@@ -4,9 +4,8 @@ A step of the grid has one chunk of 128 tokens of a few heads, and chunks follow
 in vector memory. Arrays of tokens are read where they lie, `[B, T, N H]`: a block has as many heads as fill
 whole registers. What is a number a token stands in eight rows a chunk of each head (`PerToken`), made by XLA.
 
-With c the running sum of the logarithms of the decays, c_i - c_j is taken between two pairs of numbers: the
-sums of their multiples of 2^-10, which are exact, and those of the rest, which are small. So a difference
-keeps its precision where c is large.
+The logarithm of the decay between two tokens is the sum over those between, by a product with zeros and ones:
+a difference of running sums would lose its digits behind strong decays.
 
 A step has independent heads, and products of one wait for one another. So each head is a generator that
 yields where it waits, and `in_lockstep` writes the heads' stages side by side.
@@ -33,7 +32,7 @@ CHUNK = 128  # tokens: the side of the matrix unit
 _SIZE = 256  # the largest key and value size
 _STATES = 2**19  # numbers in the states of a step: 8 heads of 256 x 256
 _SIDE_BY_SIDE = 4  # value heads of a step, where they need not be more; half as many with decays of channels
-_EXACT = 1024.0  # sums of 128 multiples of 1 / 1024, none below -104, are exact in float32
+NEVER = -(2.0**17)  # the logarithm of what underflows, with any that it is added to
 TILE = 8  # rows of a register: blocks of the inverse that are found by substitution
 
 R = TypeVar("R")
@@ -191,19 +190,17 @@ class Chunks:
 
 
 class PerToken(NamedTuple):
-    """What is a number a token, `[1, C]` or `[C, 1]`; in one array, `[B, N, chunks, 8, C]`, float32.
+    """What is a number a token, `[1, C]` or `[C, 1]`; in one array, with rows of 0, `[B, N, chunks, 8, C]`.
 
-    With decays of channels c is 0, and restarts are those of documents alone.
+    With decays of channels `log_decay` tells of restarts of documents alone.
     """
 
-    high: jax.Array  # c of multiples of 2^-10
-    low: jax.Array  # c of the rest
-    number: jax.Array  # of restarts up to the token
-    from_start: jax.Array  # exp(c), 0 behind the first restart
-    to_end: jax.Array  # exp(c_C - c), 0 before the last one
+    log_decay: jax.Array  # `NEVER` at a restart
+    from_start: jax.Array  # the product of the decays up to the token, 0 behind the first restart
+    to_end: jax.Array  # of those behind it, 0 before the last restart
+    whole: jax.Array  # of all of them, the same for all tokens
     beta: jax.Array
     seen: jax.Array  # 1, or 0 beyond the lengths
-    whole: jax.Array  # exp(c_C), 0 with a restart, the same for all tokens; of channels: 1 at a restart
 
 
 class TokenNumbers(NamedTuple):
@@ -233,26 +230,13 @@ def decays(chunks: Chunks, operands: Operands) -> TokenNumbers:
     beta: Any = 1.0 if operands.beta is None else lay(operands.beta[..., None].astype(jnp.float32))
     is_seen = lay(jnp.ones((*(1,) * len(chunks.batch), T, 1, 1), bool))
 
-    # c in two parts, and what follows from it
-    g = jnp.where(restarts, 0, g)
-    high = jnp.round(g * _EXACT) / _EXACT
-    number = lax.cumsum(restarts.astype(jnp.int32), 3)
-    c_high, c_low = lax.cumsum(high, 3), lax.cumsum(g - high, 3)
-    last = lambda x: x[..., -1:]
-    left = (last(c_high) - c_high) + (last(c_low) - c_low)
-    c = c_high + c_low
-    factor = lambda x, is_same: jnp.exp(jnp.where(is_same, x, -jnp.inf))
-    rows = PerToken(
-        c_high,
-        c_low,
-        number,
-        factor(c, number == 0),
-        factor(left, number == last(number)),
-        beta,
-        is_seen,
-        restarts if chunks.of_channels else factor(last(c), last(number) == 0),
-    )
+    # sums from the start and from the end
+    g = jnp.where(restarts, NEVER, g)
+    behind = lax.cumsum(g, 3, reverse=True)[..., 1:]
+    from_start, to_end = jnp.exp(lax.cumsum(g, 3)), jnp.exp(jnp.pad(behind, [(0, 0)] * 3 + [(0, 1)]))
+    rows = PerToken(g, from_start, to_end, from_start[..., -1:], beta, is_seen)
     alike = [jnp.broadcast_to(x, (B, N, count, CHUNK)).astype(jnp.float32) for x in rows]
+    alike += [jnp.zeros_like(alike[0])] * (TILE - len(rows))
     return TokenNumbers(jnp.stack(alike, 3), restarts, is_seen)
 
 
@@ -331,8 +315,8 @@ def seen(chunks: Chunks, column: PerToken, x: jax.Array) -> jax.Array:
 def numbers(tile: jax.Array) -> tuple[PerToken, PerToken]:
     """Returns what XLA made of the tokens of a value head, `[8, C]`, as rows and as columns."""
     upright = jnp.concatenate([tile] * (CHUNK // TILE), 0).T
-    row = PerToken(*(tile[i : i + 1] for i in range(TILE)))
-    return row, PerToken(*(upright[:, i : i + 1] for i in range(TILE)))
+    of = range(len(PerToken._fields))
+    return PerToken(*(tile[i : i + 1] for i in of)), PerToken(*(upright[:, i : i + 1] for i in of))
 
 
 class Halves(NamedTuple):

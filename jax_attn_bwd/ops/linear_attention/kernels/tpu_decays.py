@@ -118,7 +118,6 @@ class ScaledRows(NamedTuple):
 
 
 _HALVES = tuple(CHUNK >> n for n in range(1, CHUNK.bit_length()))  # tokens of the halves of each halving
-_NEVER = -(2.0**17)  # the logarithm of what underflows, with any that it is added to
 
 
 def _spans() -> np.ndarray:
@@ -268,10 +267,10 @@ def inside(
     if decays is not None:
         return (yield from _of_channels(chunks, keys, numbers[1], decays))
     row, column = numbers
-    c = (column.high - row.high) + (column.low - row.low)
-    is_read = number(c.shape, 0) >= number(c.shape, 1)
-    is_read &= column.number == row.number
-    plane = jnp.exp(jnp.where(is_read, c, -jnp.inf))
+    i, j = (number((CHUNK, CHUNK), axis) for axis in (0, 1))
+    # the sums over j < t <= i
+    logs = product(chunks, jnp.where(j <= i, row.log_decay, 0), (i > j).astype(jnp.bfloat16), is_exact=True)
+    plane = jnp.where(j <= i, jnp.exp(logs), 0)
     yield
     return ChunkOfHead(
         column,
@@ -294,9 +293,9 @@ def _of_channels(
     """Returns the inside of a chunk whose channels have decays of their own."""
     # the factors are exponentials of sums of logarithms, by one product
     g = tpu.seen(chunks, column, decays.logs)
-    restarts = (jnp.exp(wide(g)) == 0) | (column.whole != 0)
+    restarts = (jnp.exp(wide(g)) == 0) | (column.log_decay < 0)
     spans = decays.spans[...]
-    exponents = product(chunks, spans, jnp.where(restarts, _NEVER, g), is_exact=True)
+    exponents = product(chunks, spans, jnp.where(restarts, tpu.NEVER, g), is_exact=True)
     yield
     from_start, to_end, *factors = jnp.split(jnp.exp(exponents), 2 + len(_HALVES))
     whole = jnp.broadcast_to(from_start[CHUNK - 1 :], from_start.shape).T[:, :1]
