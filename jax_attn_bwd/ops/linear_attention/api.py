@@ -432,12 +432,10 @@ def dplr_linear_attention_bwd(
 
 
 PORTABLE = backend.Implementation("xla", portable_forward.forward, portable_backward.backward)
-IMPLEMENTATIONS = (
-    backend.kernel("mosaic_tpu", __package__, PORTABLE, ("tpu",), has_run=False),
-    backend.kernel("mosaic_gpu", __package__, PORTABLE, ("hopper",), has_run=False),
-    PORTABLE,
-)
-OF_ERASING_KEYS = (PORTABLE,)  # of `dplr_linear_attention`
+_TPU = backend.kernel("mosaic_tpu", __package__, PORTABLE, ("tpu",), has_run=False)
+_HOPPER = backend.kernel("mosaic_gpu", __package__, PORTABLE, ("hopper",), has_run=False)
+IMPLEMENTATIONS = (_TPU, _HOPPER, PORTABLE)
+OF_ERASING_KEYS = (_TPU, PORTABLE)  # of `dplr_linear_attention`
 
 
 def _gradients(

@@ -13,8 +13,9 @@ from jax_attn_bwd._core import mosaic_tpu, pallas, targets
 from jax_attn_bwd.ops.linear_attention.cases import NORM, case
 
 NAME = "mosaic_tpu"
-DELTA, LINEAR = (
-    next(o for o in OPERATORS if o.name == n) for n in ("gated_delta_rule", "gated_linear_attention")
+DELTA, LINEAR, ERASING = (
+    next(o for o in OPERATORS if o.name == n)
+    for n in ("gated_delta_rule", "gated_linear_attention", "dplr_linear_attention")
 )
 FEW = dict(B=(1,), K=1, N=1, state=True)
 # The largest error of one head is a draw of luck: of 96 draws of 128 tokens 2 to 10 in a hundred exceeded the
@@ -32,7 +33,7 @@ def measured(operator, of, dtype="float32"):
 @thorough
 @pytest.mark.kernel
 @pytest.mark.parametrize("name", ["chunks", "constant", "resets", "channels", "resets of channels"])
-@pytest.mark.parametrize("operator", [DELTA, LINEAR], ids=lambda o: o.name)
+@pytest.mark.parametrize("operator", [DELTA, LINEAR, ERASING], ids=lambda o: o.name)
 def test_named_cases(operator, name):
     (found,) = (found for found in operator.cases if found.name == name)
     measured(operator, found)

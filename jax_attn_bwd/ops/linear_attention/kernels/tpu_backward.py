@@ -17,12 +17,11 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec
 
 from jax_attn_bwd._core import mosaic_tpu, pallas
-from jax_attn_bwd._core.mosaic_tpu import LANES
 from jax_attn_bwd._core.numerics import total
 from jax_attn_bwd._core.sharding import match_type
 from jax_attn_bwd.ops.linear_attention.kernels import tpu_chunks as tpu
 from jax_attn_bwd.ops.linear_attention.kernels import tpu_decays as chunk
-from jax_attn_bwd.ops.linear_attention.kernels import tpu_forward
+from jax_attn_bwd.ops.linear_attention.kernels import tpu_erasing, tpu_forward
 from jax_attn_bwd.ops.linear_attention.kernels.tpu_chunks import CHUNK, Chunks, Stages, TokenNumbers, product
 from jax_attn_bwd.ops.linear_attention.kernels.tpu_decays import ChunkOfHead, DecaysOfChannels, KeyHead
 from jax_attn_bwd.ops.linear_attention.plan import Plan
@@ -90,6 +89,8 @@ def _of_shard(
     ]
     arrays += (of_channels := DecaysOfChannels.arrays(chunks, operands))
     of_decays = DecaysOfChannels.specs(chunks, last_first) if of_channels else ()
+    of_erasing = chunks.of_tokens(chunks.value_heads * width, last_first)
+    arrays += (erasing := chunks.of_what_erases(operands))
     if dfinal is not None:
         arrays.append(chunks.lay_state(dfinal))
     arrays = pallas.vary_alike(arrays)
@@ -106,6 +107,8 @@ def _of_shard(
     if of_channels:
         made["log_decay"] = of_channels.logs.shape, of_channels.logs.dtype, of_decays.logs
         asked = wanted | {"rows"} if "beta" in wanted else wanted
+    for name, x in zip(("erase_key", "erase_query"), erasing, strict=False):
+        made[name] = x.shape, dtype, of_erasing
     names = [name for name in made if name in asked]
     found = mosaic_tpu.launch(
         partial(_kernel, chunks, wanted, tuple(names), dfinal is not None),
@@ -115,7 +118,7 @@ def _of_shard(
         parallel=2,
         in_specs=[
             of_keys, of_keys, of_values, of_values, of_rows, chunks.of_states(last_first),
-            *of_decays, *[of_state] * (dfinal is not None),
+            *of_decays, *[of_erasing] * len(erasing), *[of_state] * (dfinal is not None),
         ],
         out_specs=[made[name][2] for name in names],
         out_type=[pallas.out_type(made[name][0], made[name][1], arrays) for name in names],
@@ -125,8 +128,11 @@ def _of_shard(
     # in the shapes of the operands
     grads = dict(zip(names, found, strict=True))
     rows = grads.pop("rows", None)
-    unlaid = {"query": (K, H), "key": (K, H), "value": (N, Hv), "log_decay": (N, H)}
+    unlaid = {"query": (K, H), "key": (K, H), "value": (N, Hv)}
+    unlaid |= dict.fromkeys(("log_decay", "erase_key", "erase_query"), (N, H))
     result = {name: chunks.unlay(grads[name], *unlaid[name]) for name in unlaid.keys() & grads.keys()}
+    for name in ("erase_key", "erase_query") & result.keys():
+        result[name] = chunks.summed_over_groups(result[name], getattr(operands, name))
     if "initial_state" in grads:
         result["initial_state"] = chunks.unlay_state(grads["initial_state"])
     if "beta" in wanted:
@@ -159,13 +165,16 @@ def _kernel(
     value: Any, dout: Any, rows: Any, states: Any, *refs: Any,
 ) -> None:  # fmt: skip
     """Passes one chunk of each head of a step."""
-    read = 2 * chunks.of_channels + has_dfinal
-    decays, (*results, dstate) = DecaysOfChannels(*refs[:2]) if chunks.of_channels else None, refs[read:]
+    given = list(refs)
+    decays = DecaysOfChannels(given.pop(0), given.pop(0)) if chunks.of_channels else None
+    erasing = (given.pop(0), given.pop(0)) if chunks.options.is_erasing else None
+    dfinal = given.pop(0) if has_dfinal else None
+    *results, dstate = given
     outputs = dict(zip(names, results, strict=True))
 
     @pl.when(pl.program_id(2) == 0)
     def _():
-        dstate[...] = refs[read - 1][...] if has_dfinal else jnp.zeros_like(dstate)
+        dstate[...] = jnp.zeros_like(dstate) if dfinal is None else dfinal[...]
 
     numbers, keys = chunk.read_keys(chunks, query, key, rows)
 
@@ -174,7 +183,13 @@ def _kernel(
         of_channels, own = slice(n * chunks.width, (n + 1) * chunks.width), keys[n // chunks.groups]
         of_head = None if decays is None else decays.of_head(chunks, n)
         within = yield from chunk.inside(chunks, own, numbers[n], of_head)
-        found = yield from _of_head(chunks, wanted, within, own, v, do, states[n], dstate[n])
+        if erasing is None:
+            found = yield from _of_head(chunks, wanted, within, own, v, do, states[n], dstate[n])
+        else:
+            erased = tpu_erasing.read(chunks, within.column, erasing, n)
+            found = yield from _of_erasing_head(
+                chunks, wanted, within, own, erased, v, do, states[n], dstate[n]
+            )
         dstate[n] = found.state
         if "value" in outputs:
             outputs["value"][:, of] = found.value.astype(outputs["value"].dtype)
@@ -182,6 +197,9 @@ def _kernel(
             outputs["rows"][n] = found.rows
         if "log_decay" in outputs:
             outputs["log_decay"][:, of_channels] = found.log_decay.astype(outputs["log_decay"].dtype)
+        for name in ("erase_key", "erase_query"):
+            if name in outputs:
+                outputs[name][:, of_channels] = found.erasing[name].astype(outputs[name].dtype)
         return found.keys
 
     shares = tpu.in_lockstep([pass_head(n) for n in range(chunks.value_heads)])
@@ -220,6 +238,7 @@ class _OfHead(NamedTuple):
     rows: Any  # of `_SumRow`, [8, C]
     log_decay: Any  # of channels, [C, H]
     keys: _OfKeys
+    erasing: dict[str, jax.Array] | None = None  # of erase keys and queries, [C, H]
 
 
 class _PairCotangents(NamedTuple):
@@ -291,6 +310,26 @@ def _of_head(
     return _OfHead(dstate, dv, rows, None, share)
 
 
+def _of_erasing_head(
+    chunks: Chunks, wanted: Collection[str], within: ChunkOfHead, keys: KeyHead,
+    given: tuple[jax.Array, jax.Array], value: jax.Array, dout: jax.Array, before: jax.Array,
+    dafter: jax.Array,
+) -> Stages[_OfHead]:  # fmt: skip
+    """Does what `_of_head` does where erase keys and queries, `given`, stand apart."""
+    erasing = yield from tpu_erasing.inside(chunks, keys, within, given)
+    found = yield from tpu_erasing.backward(
+        chunks, wanted, within, erasing, keys, value, dout, before, dafter
+    )
+    rows, across = None, None
+    if found.sums:
+        column = {name: found.sums[name].sum(1, keepdims=True) for name in ("start", "end")}
+        column["passed"] = jnp.broadcast_to(found.sums["passed"].sum(0, keepdims=True), (CHUNK, 1))
+        across = _across_token(chunks, found.sums["pairs"])
+        rows = _rows(column, across)
+    of_keys = _OfKeys(found.rows["query"], found.rows["key"], None, None)
+    return _OfHead(found.state, found.value, rows, found.log_decay, of_keys, found.rows)
+
+
 def _rows(columns: dict[str, jax.Array], across: jax.Array | None = None) -> jax.Array:
     """Returns the tile of `_SumRow`, `[8, C]`."""
     zero = jnp.zeros((CHUNK, 1), jnp.float32)
@@ -321,7 +360,7 @@ def _through_channels(
     """Computes (12) to (14) and (18) where channels have decays of their own."""
     (query, key), channels = keys.units, within.channels
     assert channels is not None
-    sums: list[Any] = [0.0] * len(channels.factors) if "log_decay" in wanted else []
+    sums: list[Any] = [0.0] * chunk.HALVINGS if "log_decay" in wanted else []
     of_query, of_key = chunk.MovedByDecays(query, sums), chunk.MovedByDecays(key, sums)
     dq = pairs.query + (yield from channels.earlier(chunks, pairs.reads, key, of_query))
     dk = pairs.read + (yield from channels.later(chunks, pairs.reads, query, of_key))
@@ -332,9 +371,7 @@ def _through_channels(
     if "log_decay" in wanted:
         start, end = query * pairs.query, key * pairs.read
         start = start if pairs.reader is None else start + key * pairs.reader
-        passed = jnp.broadcast_to(pairs.passed, (pairs.passed.shape[0], LANES)).T[:1]
-        dg = passed + channels.of_decays(chunks, [start, end, *sums])
-        dg = tpu.seen(chunks, within.column, jnp.where(channels.restarts, 0, dg))
+        dg = channels.of_decays(chunks, within.column, pairs.passed, [start, end, *sums])
     yield
     own = (chunk.wide(dout) * chunk.wide(u)).sum(1, keepdims=True)
     return _OfKeys(dq + own * key, dk + own * query, None, None), dg

@@ -44,7 +44,7 @@ def unsupported(options: Options, operands: Operands) -> str | None:
     query, value = operands.query, operands.value
     if not all(isinstance(n, int) for x in (query, value) for n in x.shape):
         return "its shapes must be known, not symbolic"
-    for name in ("value", "log_decay", "beta"):
+    for name in ("value", "log_decay", "beta", "erase_key", "erase_query"):
         if (x := getattr(operands, name)) is not None and x.dtype.name not in mosaic_tpu.DTYPES:
             return f"{name} must be one of {mosaic_tpu.DTYPES}, got {x.dtype}"
     if not isinstance(options.precision, lax.Precision | None):
@@ -127,6 +127,20 @@ class Chunks:
         """Returns decays of channels `[B, T, N width]`, None where channels share theirs."""
         g = operands.log_decay
         return self._lay(g, self.width) if self.of_channels and g is not None else None
+
+    def of_what_erases(self, operands: Operands) -> list[jax.Array]:
+        """Returns erase keys and queries `[B, T, N width]`, or nothing; value heads may share them."""
+        if operands.erase_key is None:
+            return []
+        N = self.sizes[2]
+        given = operands.erase_key, operands.erase_query
+        return [self._lay(jnp.repeat(x, N // x.shape[-2], -2), self.width) for x in given]
+
+    def summed_over_groups(self, x: jax.Array, like: jax.Array) -> jax.Array:
+        """Returns the sums of `x` `[..., T, N, H]` over the value heads that share a head of `like`."""
+        *lead, N, H = x.shape
+        heads = like.shape[-2]
+        return x if heads == N else x.reshape(*lead, heads, N // heads, H).sum(-2)
 
     def lay_values(self, x: jax.Array) -> jax.Array:
         """Turns values or their cotangents `[..., T, N, Hv]` into `[B, T, N value_width]`."""

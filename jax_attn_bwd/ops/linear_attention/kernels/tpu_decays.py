@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jax_attn_bwd._core.mosaic_tpu import ZERO
+from jax_attn_bwd._core.mosaic_tpu import LANES, ZERO
 from jax_attn_bwd.ops.linear_attention.kernels import tpu_chunks as tpu
 from jax_attn_bwd.ops.linear_attention.kernels.tpu_chunks import (
     CHUNK,
@@ -118,6 +118,7 @@ class ScaledRows(NamedTuple):
 
 
 _HALVES = tuple(CHUNK >> n for n in range(1, CHUNK.bit_length()))  # tokens of the halves of each halving
+HALVINGS = len(_HALVES)
 
 
 def _spans() -> np.ndarray:
@@ -149,7 +150,7 @@ class DecaysOfChannels(NamedTuple):
     @classmethod
     def specs(cls, chunks: Chunks, where: Callable[[Any], Any]) -> "DecaysOfChannels":
         """Returns their specs; `where` tells the chunk."""
-        of_spans = pl.BlockSpec(((2 + len(_HALVES)) * CHUNK, CHUNK), lambda b, h, c: (ZERO, ZERO))
+        of_spans = pl.BlockSpec(((2 + HALVINGS) * CHUNK, CHUNK), lambda b, h, c: (ZERO, ZERO))
         return cls(chunks.of_tokens(chunks.value_heads * chunks.width, where), of_spans)
 
     def of_head(self, chunks: Chunks, n: int) -> "DecaysOfChannels":
@@ -209,9 +210,13 @@ class Channels(NamedTuple):
             yield
         return total
 
-    def of_decays(self, chunks: Chunks, moved: Sequence[jax.Array]) -> jax.Array:
-        """Returns (18), `[C, H]`, from what moves with each exponent, in the order of the spans."""
-        return product(chunks, self.spans, jnp.concatenate(moved, 0), (0, 0), is_exact=True)
+    def of_decays(
+        self, chunks: Chunks, column: PerToken, passed: jax.Array, moved: Sequence[jax.Array]
+    ) -> jax.Array:
+        """Returns (18), `[C, H]`, from what the whole decay and each exponent of the spans move."""
+        dg = jnp.broadcast_to(passed, (passed.shape[0], LANES)).T[:1]
+        dg += product(chunks, self.spans, jnp.concatenate(moved, 0), (0, 0), is_exact=True)
+        return tpu.seen(chunks, column, jnp.where(self.restarts, 0, dg))
 
 
 class MovedByDecays(NamedTuple):
@@ -297,7 +302,7 @@ def _of_channels(
     spans = decays.spans[...]
     exponents = product(chunks, spans, jnp.where(restarts, tpu.NEVER, g), is_exact=True)
     yield
-    from_start, to_end, *factors = jnp.split(jnp.exp(exponents), 2 + len(_HALVES))
+    from_start, to_end, *factors = jnp.split(jnp.exp(exponents), 2 + HALVINGS)
     whole = jnp.broadcast_to(from_start[CHUNK - 1 :], from_start.shape).T[:, :1]
     channels = Channels(tuple(zip(_HALVES, factors, strict=True)), restarts, spans)
     yield

@@ -19,6 +19,7 @@ from jax_attn_bwd._core.numerics import ceil_div
 from jax_attn_bwd._core.sharding import tie
 from jax_attn_bwd.ops.linear_attention.kernels import tpu_chunks as tpu
 from jax_attn_bwd.ops.linear_attention.kernels import tpu_decays as chunk
+from jax_attn_bwd.ops.linear_attention.kernels import tpu_erasing
 from jax_attn_bwd.ops.linear_attention.kernels.inputs import result_specs
 from jax_attn_bwd.ops.linear_attention.kernels.tpu_chunks import Chunks, Stages, product
 from jax_attn_bwd.ops.linear_attention.kernels.tpu_chunks import unsupported as supports
@@ -50,6 +51,7 @@ def of_shard(options: Options, between: int, interpret: bool, operands: Operands
     arrays = [chunks.lay(operands.query), chunks.lay(operands.key), chunks.lay_values(operands.value)]
     arrays.append(tpu.decays(chunks, operands).rows)
     arrays += DecaysOfChannels.arrays(chunks, operands)
+    arrays += (erasing := chunks.of_what_erases(operands))
     initial = operands.initial_state
     if initial is not None:
         arrays.append(chunks.lay_state(initial))
@@ -68,6 +70,7 @@ def of_shard(options: Options, between: int, interpret: bool, operands: Operands
         in_specs=[
             of_keys, of_keys, of_values, chunks.of_rows(same),
             *(DecaysOfChannels.specs(chunks, same) if chunks.of_channels else ()),
+            *[chunks.of_tokens(chunks.value_heads * width, same)] * len(erasing),
             *[of_state] * (initial is not None),
         ],
         out_specs=[of_values, of_state, chunks.of_states(lambda c: lax.div(c, np.int32(between)))],
@@ -89,6 +92,7 @@ def _kernel(
     """Passes one chunk of each head of a step."""
     *inputs, out, final, states, state = refs
     decays = DecaysOfChannels(inputs.pop(0), inputs.pop(0)) if chunks.of_channels else None
+    erasing = (inputs.pop(0), inputs.pop(0)) if chunks.options.is_erasing else None
 
     @pl.when(pl.program_id(2) == 0)
     def _():
@@ -102,9 +106,14 @@ def _kernel(
 
     def pass_head(n: int) -> Stages[None]:
         of, v = chunk.read_value(chunks, numbers[n], value, n)
-        own = None if decays is None else decays.of_head(chunks, n)
-        within = yield from chunk.inside(chunks, keys[n // chunks.groups], numbers[n], own)
-        found, state[n] = yield from _of_head(chunks, within, v, state[n])
+        own, of_head = keys[n // chunks.groups], None if decays is None else decays.of_head(chunks, n)
+        within = yield from chunk.inside(chunks, own, numbers[n], of_head)
+        if erasing is None:
+            found, state[n] = yield from _of_head(chunks, within, v, state[n])
+        else:
+            erased = tpu_erasing.read(chunks, within.column, erasing, n)
+            erased = yield from tpu_erasing.inside(chunks, own, within, erased)
+            found, state[n] = yield from tpu_erasing.forward(chunks, within, erased, v, state[n])
         out[:, of] = found.astype(out.dtype)
 
     tpu.in_lockstep([pass_head(n) for n in range(chunks.value_heads)])
