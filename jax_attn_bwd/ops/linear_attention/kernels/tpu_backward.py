@@ -87,8 +87,11 @@ def _of_shard(
         known.rows,
         chunks.lay_states(merged),
     ]
-    arrays += (of_channels := DecaysOfChannels.arrays(chunks, operands))
-    of_decays = DecaysOfChannels.specs(chunks, last_first) if of_channels else ()
+    of_channels, of_decays = (
+        DecaysOfChannels.arrays(chunks, operands),
+        DecaysOfChannels.specs(chunks, last_first),
+    )
+    arrays += of_channels or ()
     of_erasing = chunks.of_tokens(chunks.value_heads * width, last_first)
     arrays += (erasing := chunks.of_what_erases(operands))
     if dfinal is not None:
@@ -104,7 +107,7 @@ def _of_shard(
         "initial_state": ((B, N, width, value_width), jnp.float32, of_state),
     }
     asked = wanted | {"rows"} if wanted & {"log_decay", "beta"} else wanted
-    if of_channels:
+    if of_channels is not None:
         made["log_decay"] = of_channels.logs.shape, of_channels.logs.dtype, of_decays.logs
         asked = wanted | {"rows"} if "beta" in wanted else wanted
     for name, x in zip(("erase_key", "erase_query"), erasing, strict=False):
@@ -118,7 +121,8 @@ def _of_shard(
         parallel=2,
         in_specs=[
             of_keys, of_keys, of_values, of_values, of_rows, chunks.of_states(last_first),
-            *of_decays, *[of_erasing] * len(erasing), *[of_state] * (dfinal is not None),
+            *(of_decays if of_channels else ()), *[of_erasing] * len(erasing),
+            *[of_state] * (dfinal is not None),
         ],
         out_specs=[made[name][2] for name in names],
         out_type=[pallas.out_type(made[name][0], made[name][1], arrays) for name in names],
@@ -238,7 +242,7 @@ class _OfHead(NamedTuple):
     rows: Any  # of `_SumRow`, [8, C]
     log_decay: Any  # of channels, [C, H]
     keys: _OfKeys
-    erasing: dict[str, jax.Array] | None = None  # of erase keys and queries, [C, H]
+    erasing: dict[str, jax.Array]  # of erase keys and queries, by name, [C, H]
 
 
 class _PairCotangents(NamedTuple):
@@ -295,7 +299,7 @@ def _of_head(
     if within.channels is not None:
         share, dg = yield from _through_channels(chunks, wanted, within, keys, pairs, dout, u)
         rows = _rows(column) if column else None
-        return _OfHead(dstate, dv, rows, dg, share)
+        return _OfHead(dstate, dv, rows, dg, share, {})
     share = _OfKeys(
         query,
         read if reader is None else read + reader,
@@ -307,7 +311,7 @@ def _of_head(
         across = _of_shared_decays(chunks, within, keys, pairs, column)
     yield
     rows = _rows(column, across) if column else None
-    return _OfHead(dstate, dv, rows, None, share)
+    return _OfHead(dstate, dv, rows, None, share, {})
 
 
 def _of_erasing_head(

@@ -130,11 +130,8 @@ class Chunks:
 
     def of_what_erases(self, operands: Operands) -> list[jax.Array]:
         """Returns erase keys and queries `[B, T, N width]`, or nothing; value heads may share them."""
-        if operands.erase_key is None:
-            return []
-        N = self.sizes[2]
-        given = operands.erase_key, operands.erase_query
-        return [self._lay(jnp.repeat(x, N // x.shape[-2], -2), self.width) for x in given]
+        N, given = self.sizes[2], (operands.erase_key, operands.erase_query)
+        return [self._lay(jnp.repeat(x, N // x.shape[-2], -2), self.width) for x in given if x is not None]
 
     def summed_over_groups(self, x: jax.Array, like: jax.Array) -> jax.Array:
         """Returns the sums of `x` `[..., T, N, H]` over the value heads that share a head of `like`."""

@@ -142,10 +142,10 @@ class DecaysOfChannels(NamedTuple):
     spans: Any  # which logarithms each exponent adds up, bfloat16, [9 C, C]
 
     @classmethod
-    def arrays(cls, chunks: Chunks, operands: Operands) -> "tuple[()] | DecaysOfChannels":
-        """Returns the arrays, or none where channels share their decay."""
+    def arrays(cls, chunks: Chunks, operands: Operands) -> "DecaysOfChannels | None":
+        """Returns the arrays, None where channels share their decay."""
         logs = chunks.of_each_channel(operands)
-        return cls(logs, jnp.asarray(_spans(), jnp.bfloat16)) if logs is not None else ()
+        return None if logs is None else cls(logs, jnp.asarray(_spans(), jnp.bfloat16))
 
     @classmethod
     def specs(cls, chunks: Chunks, where: Callable[[Any], Any]) -> "DecaysOfChannels":
@@ -309,7 +309,8 @@ def _of_channels(
     query, key = keys.units
     own = (query * key).sum(1, keepdims=True)
     rows = [query, key] if chunks.options.is_delta else [query]
-    reads, *overlaps = yield from channels.products(chunks, rows, key)
+    found = yield from channels.products(chunks, rows, key)
+    reads, overlaps = found[0], found[1] if chunks.options.is_delta else None
     is_own = number(reads.shape, 0) == number(reads.shape, 1)
     return ChunkOfHead(
         column,
@@ -320,7 +321,7 @@ def _of_channels(
         ScaledRows(key * from_start, None),
         ScaledRows(key * to_end, None),
         jnp.where(is_own, own, reads),
-        *(overlaps or [None]),
+        overlaps,
         None,
         channels,
     )

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jax_attn_bwd._core.numerics import total
 from jax_attn_bwd.ops.linear_attention.kernels import tpu_chunks as tpu
 from jax_attn_bwd.ops.linear_attention.kernels import tpu_decays as chunk
 from jax_attn_bwd.ops.linear_attention.kernels.tpu_chunks import Chunks, PerToken, Stages, product
@@ -158,13 +159,11 @@ def backward(
     # (18)
     sums, dg = {}, None
     if "log_decay" in wanted:
-        start, end = (
-            sum(sides[name] * of_states[name] for name in names)
-            for names in (("query", "erase_query"), ("key", "erase_key"))
-        )
+        by_side = {name: sides[name] * of_states[name] for name in sides}
+        start, end = by_side["query"] + by_side["erase_query"], by_side["key"] + by_side["erase_key"]
         if within.channels is None:
             values = within.reads, erasing.reads, erasing.overlaps, erasing.writes
-            of_pairs = sum(d * x for d, x in zip(planes.values(), values, strict=True))
+            of_pairs = total(*(d * x for d, x in zip(planes.values(), values, strict=True)))
             sums = {"start": start, "end": end, "passed": passed, "pairs": of_pairs}
         else:
             dg = within.channels.of_decays(chunks, within.column, passed, [start, end, *moved])

@@ -50,7 +50,7 @@ def of_shard(options: Options, between: int, interpret: bool, operands: Operands
     (B, parts, count), width, value_width = chunks.grid, chunks.width, chunks.value_width
     arrays = [chunks.lay(operands.query), chunks.lay(operands.key), chunks.lay_values(operands.value)]
     arrays.append(tpu.decays(chunks, operands).rows)
-    arrays += DecaysOfChannels.arrays(chunks, operands)
+    arrays += (of_channels := DecaysOfChannels.arrays(chunks, operands) or ())
     arrays += (erasing := chunks.of_what_erases(operands))
     initial = operands.initial_state
     if initial is not None:
@@ -69,7 +69,7 @@ def of_shard(options: Options, between: int, interpret: bool, operands: Operands
         parallel=2,
         in_specs=[
             of_keys, of_keys, of_values, chunks.of_rows(same),
-            *(DecaysOfChannels.specs(chunks, same) if chunks.of_channels else ()),
+            *(DecaysOfChannels.specs(chunks, same) if of_channels else ()),
             *[chunks.of_tokens(chunks.value_heads * width, same)] * len(erasing),
             *[of_state] * (initial is not None),
         ],
@@ -111,8 +111,8 @@ def _kernel(
         if erasing is None:
             found, state[n] = yield from _of_head(chunks, within, v, state[n])
         else:
-            erased = tpu_erasing.read(chunks, within.column, erasing, n)
-            erased = yield from tpu_erasing.inside(chunks, own, within, erased)
+            given = tpu_erasing.read(chunks, within.column, erasing, n)
+            erased = yield from tpu_erasing.inside(chunks, own, within, given)
             found, state[n] = yield from tpu_erasing.forward(chunks, within, erased, v, state[n])
         out[:, of] = found.astype(out.dtype)
 
