@@ -31,7 +31,7 @@ def test_what_is_refused_says_why():
     assert refusal(DELTA) == refusal(LINEAR, "float16", H=128, Hv=128, decay="constant") == "ok"
     assert "not float32" in refusal(DELTA, "float32")
     assert refusal(DELTA, H=160) == "keys may have at most 128 channels and values 128, got 160 and 5"
-    assert refusal(LINEAR, decay="channel") == "it has a decay a head, not one a channel"
+    assert refusal(DELTA, H=128, Hv=128, decay="channel") == refusal(LINEAR, decay="channel") == "ok"
     assert refusal(LINEAR, T=0) == "there is nothing to compute"
 
 
@@ -72,6 +72,8 @@ def test_states_take_no_more_than_the_inputs(sizes):
         (DELTA, dict(T=70, decay="constant", lengths=(70, 3), segments=3)),
         (LINEAR, dict(B=(1,), T=67, H=128, Hv=128, K=1, N=1, state=True, growth=0.05)),
         (LINEAR, dict(T=1, decay="none")),
+        (DELTA, dict(B=(1,), T=70, H=72, Hv=40, K=1, N=2, decay="channel", state=True, growth=0.1, **NORM)),
+        (LINEAR, dict(B=(2,), T=66, K=1, N=1, decay="channel", lengths=(66, 3), segments=3)),
     ],
 )
 def test_against_definition(operator, sizes, dtype):

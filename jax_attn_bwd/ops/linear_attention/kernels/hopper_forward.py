@@ -1,6 +1,7 @@
-"""Hopper forward of linear attention (Pallas Mosaic GPU): decays that all channels of a head share.
+"""Hopper forward of linear attention (Pallas Mosaic GPU).
 
-Two kernels. One computes the planes P and M of all chunks, side by side (`hopper_tiles.py`). The other walks
+Two kernels. One computes the planes P and M of all chunks, side by side
+(`hopper_tiles.py`, `hopper_channels.py`). The other walks
 over the chunks, a program for each batch entry, value head and 64 columns of values: a warpgroup loads what
 is read of a chunk into a ring (TMA), another holds the transposed state [64, H] in registers and computes
 
@@ -25,6 +26,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax_attn_bwd._core import mosaic_gpu, pallas
 from jax_attn_bwd._core.mosaic_gpu import COLUMNS, tile
 from jax_attn_bwd._core.sharding import tie
+from jax_attn_bwd.ops.linear_attention.kernels import hopper_channels as channels
 from jax_attn_bwd.ops.linear_attention.kernels import hopper_tiles as tiles
 from jax_attn_bwd.ops.linear_attention.kernels import inputs
 from jax_attn_bwd.ops.linear_attention.kernels.hopper_tiles import CHUNK, SIZE, along_columns, product
@@ -46,7 +48,7 @@ def forward(plan: Plan, operands: Operands) -> Result:
 def _forward(plan, interpret, operands):
     given = pallas.vary_alike(inputs.of_call(plan, operands, (SIZE, SIZE)))
     (B, T, _, H), (N, Hv) = given.key.shape, given.value.shape[-2:]
-    planes = tiles.planes(plan.options, interpret, given)
+    inside = channels.inside(plan.options, interpret, given, "planes")
     out_type = partial(pallas.out_type, operands=given)
     state = tile((H, SIZE), jnp.float32)
     out, final, states = mosaic_gpu.launch(
@@ -58,17 +60,17 @@ def _forward(plan, interpret, operands):
             out_type((B, N, H, Hv), jnp.float32),
             out_type((T // (plan.side_by_side * CHUNK), B, N, H, Hv), jnp.float32),
         ],
-        scratch=tiles.rings(_STAGES, given, len(planes))
+        scratch=tiles.rings(_STAGES, given, inside)
         | dict(out_tile=tile((CHUNK, SIZE), given.value.dtype), state_tile=state, first=plgpu.Barrier())
         | tiles.spare_tile(interpret, H, given.value.dtype),
         grid={"column": Hv // SIZE, "head": N, "batch": B},
         warpgroups=2,
-    )(given, planes)
+    )(given._replace(decays=None), inside)
     return inputs.result(operands, out, final, states)
 
 
 def _kernel(
-    between: int, given: Inputs, planes: Any, out_ref, final_ref, states_ref,
+    between: int, given: Inputs, inside: tiles.Inside, out_ref, final_ref, states_ref,
     *, rings, loaded, free, out_tile, state_tile, first, spare=None,
 ):  # fmt: skip
     """Walks over the chunks of 64 columns of one value head; a state is saved before each `between`."""
@@ -78,7 +80,7 @@ def _kernel(
 
     @pl.when(wg == 1)
     def _load():
-        sources = partial(tiles.sources, given, planes, b, n, columns)
+        sources = partial(tiles.sources, given, inside, b, n, columns)
         tiles.stream(jnp.int32(count), _STAGES, sources, rings, loaded, free)
 
     @pl.when(wg == 0)
@@ -102,7 +104,8 @@ def _kernel(
 
             chunk = tiles.at_slot(rings, slot)
             u = corrected(chunk, state, spare)
-            out = product(state, chunk.query.T, spare) * along_columns(chunk.numbers(COLUMNS).from_start)
+            out = product(state, chunk.query.T, spare)
+            out = chunk.from_start(chunk.numbers(COLUMNS)).times_factor(out)
             out = product(u, chunk.reads.T, spare, out)
             state = passed(chunk, state, u, spare)
             plgpu.barrier_arrive(free.at[slot])
@@ -125,12 +128,12 @@ def corrected(chunk: tiles.ChunkArrays, state: jax.Array, spare: Any) -> jax.Arr
     if chunk.solved is None:
         return value
     numbers = chunk.numbers(COLUMNS)
-    held = product(state, chunk.key.T, spare)
-    rest = (value - held * along_columns(numbers.at_start)) * along_columns(numbers.beta)
+    rest = (value - chunk.at_start(numbers).of(state, spare)) * along_columns(numbers.beta)
     return product(rest, chunk.solved.T, spare)
 
 
 def passed(chunk: tiles.ChunkArrays, state: jax.Array, u: jax.Array, spare: Any) -> jax.Array:
     """Returns the transposed state behind a chunk, by (6)."""
     numbers = chunk.numbers(COLUMNS)
-    return product(u * along_columns(numbers.at_end), chunk.key, spare, state * numbers.whole)
+    rows = chunk.at_end(numbers)
+    return product(rows.times_factor(u), rows.rows, spare, chunk.decayed(numbers, state))

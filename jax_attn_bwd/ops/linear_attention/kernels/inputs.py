@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jax_attn_bwd._core.numerics import to_rank
+from jax_attn_bwd._core.numerics import rounding_of, to_rank
 from jax_attn_bwd.ops.linear_attention import layout
 from jax_attn_bwd.ops.linear_attention.plan import Plan, has_decays_of_channels
 from jax_attn_bwd.ops.linear_attention.spec import Operands, Options, Residuals, Result
@@ -31,6 +31,8 @@ class Inputs(NamedTuple):
     value: Any  # [B, T, N, Hv]
     numbers: Any  # float32 [B, N, NUMBERS, T]: c, the sum of log decays from the start of the chunk, ...
     state: Any = None  # float32 [B, N, H, Hv]; None is 0
+    # log decays of channels as two numbers, bfloat16 [2, B, T, N, H]; then c is the number within the chunk
+    decays: Any = None
 
 
 def unsupported(options: Options, operands: Operands, sizes: tuple[int, int]) -> str | None:
@@ -45,8 +47,6 @@ def unsupported(options: Options, operands: Operands, sizes: tuple[int, int]) ->
     widest_key, widest_value = sizes
     if widest_key < H or Hv > widest_value:
         return f"keys may have at most {widest_key} channels and values {widest_value}, got {H} and {Hv}"
-    if has_decays_of_channels(operands):
-        return "it has a decay a head, not one a channel"
     return None
 
 
@@ -63,15 +63,27 @@ def of_call(plan: Plan, operands: Operands, multiples: tuple[int, int]) -> Input
         x = jnp.broadcast_to(x, (*operands.value.shape[:-2], *x.shape[-2:])).reshape(B, T, -1)
         return jnp.repeat(jnp.pad(x, [(0, 0), (0, padded), (0, 0)]), N // x.shape[-1], -1)
 
-    g = of_tokens(clean(log_decay(operands))).reshape(B, -1, 1, plan.chunk, N)
-    # no product, whose factors would be rounded; a sum over masked pairs is one kernel
-    up_to = np.tril(np.ones((plan.chunk, plan.chunk), bool))[..., None]
-    c = jnp.where(to_rank(jnp.asarray(up_to), 5), g, 0).sum(-2).reshape(B, -1, N)
+    of_channels = has_decays_of_channels(operands)
+    if of_channels:
+        number = jnp.arange(value.shape[1]) % plan.chunk
+        c = jnp.broadcast_to(number.astype(jnp.float32)[:, None], (B, value.shape[1], N))
+    else:
+        g = of_tokens(clean(log_decay(operands))).reshape(B, -1, 1, plan.chunk, N)
+        # no product, whose factors would be rounded; a sum over masked pairs is one kernel
+        up_to = np.tril(np.ones((plan.chunk, plan.chunk), bool))[..., None]
+        c = jnp.where(to_rank(jnp.asarray(up_to), 5), g, 0).sum(-2).reshape(B, -1, N)
     beta = jnp.ones_like(c) if operands.beta is None else of_tokens(clean(wide(operands.beta[..., None])))
     factors = (of_tokens(unit_factor(plan.options, clean(x))) for x in (operands.query, operands.key))
     query_factor, key_factor = factors
     numbers = jnp.stack([c, beta, plan.options.scale * query_factor, key_factor], -1).transpose(0, 2, 3, 1)
-    return Inputs(query, key, value, numbers, padded_state(operands.initial_state, query, value))
+    decays = _channel_decays(plan, operands, multiples[0]) if of_channels else None
+    return Inputs(query, key, value, numbers, padded_state(operands.initial_state, query, value), decays)
+
+
+def _channel_decays(plan: Plan, operands: Operands, multiple: int) -> jax.Array:
+    """Returns the logarithms of the decays of channels as two numbers of bfloat16, which add up to them."""
+    g = padded_rows(plan, operands, log_decay(operands), multiple)
+    return jnp.stack([g.astype(jnp.bfloat16), rounding_of(g, jnp.bfloat16)])
 
 
 def _padding(plan: Plan, T: int) -> int:
@@ -138,13 +150,17 @@ def gradient_specs(residuals: Residuals, *cotangents: Any) -> Any:
     *batch, _, heads, _ = operands.value
     numbers, state = PartitionSpec(*batch, None, heads), PartitionSpec(*batch, heads, None, None)
     rows = {name: getattr(operands, name) for name in ("query", "key", "value")}
-    return rows | {"log_decay": numbers, "beta": numbers, "initial_state": state}
+    given = operands.log_decay
+    decays = operands.value if given is not None and len(given) == len(operands.value) else numbers
+    beta = None if operands.beta is None else numbers
+    return rows | {"log_decay": decays, "beta": beta, "initial_state": state}
 
 
 def log_decay_gradient(operands: Operands, dg: jax.Array) -> jax.Array:
-    """Returns the gradient of `log_decay` in its own shape from that of each token, float32 `[..., T, N]`."""
+    """Returns the gradient of `log_decay` in its own shape from float32 `[..., T, N]` or `[..., T, N, H]`."""
     given = operands.log_decay
     assert given is not None
-    g = jnp.broadcast_to(log_decay(operands)[..., 0], dg.shape)
+    g = log_decay(operands)
+    g = jnp.broadcast_to(g if dg.ndim == g.ndim else g[..., 0], dg.shape)
     dg = jnp.where(g == NEVER, 0, dg)
     return (dg.sum(range(dg.ndim - 1)) if given.ndim == 1 else dg.reshape(given.shape)).astype(given.dtype)
