@@ -85,8 +85,9 @@ def test_against_definition(operator, sizes, dtype):
 
 @thorough
 @interpreted
-def test_rounding_is_at_most_twice_that_of_the_portable_path():
-    one = case("", B=(1,), T=130, H=64, Hv=64, K=1, N=1, growth=0.05, **NORM)
+@pytest.mark.parametrize("decay", ["head", "channel"])
+def test_rounding_is_at_most_twice_that_of_the_portable_path(decay):
+    one = case("", B=(1,), T=130, H=64, Hv=64, K=1, N=1, decay=decay, growth=0.05, **NORM)
     aim = check.target(DELTA, one, "bfloat16")
     with pallas.interpreting(NAME):
         runs = {
@@ -112,10 +113,13 @@ def _one_far_below(rng, arrays):
 
 @thorough
 @interpreted
-@pytest.mark.parametrize("scale", [None, 1e-20, 0.0])
-def test_strong_decays_and_small_scales(scale):
+@pytest.mark.parametrize(
+    ("scale", "decay"), [(None, "head"), (1e-20, "head"), (0.0, "head"), (None, "channel")]
+)
+def test_strong_decays_and_small_scales(scale, decay):
     """Gradients keep their digits: of a decay of e^-30, and of queries whose scale squared is 0."""
-    one = case("", B=(1,), T=40, K=1, N=1, state=True, growth=0.1, extra=_one_far_below, scale=scale, **NORM)
+    sizes = dict(B=(1,), T=40, K=1, N=1, state=True, decay=decay)
+    one = case("", growth=0.1, extra=_one_far_below, scale=scale, **sizes, **NORM)
     aim = check.target(DELTA, one, "bfloat16")
     with pallas.interpreting(NAME):
         _, grads = check._in_one_program(DELTA, {**one.options, "implementation": NAME}, aim)
