@@ -240,9 +240,10 @@ class _Half:
         if not self.options.is_delta:
             return dk, dg, None
         here = self.anew()
-        share = -shared_product(here.corrections, here.state) * here.channels.factor(up_to)
-        dbeta = row_dot(here.key.ref, share) * here.key.factor
-        share = share * along_rows(here.beta)
+        # minus what keys get: its factors are negated, as in `corrected` of `hopper_forward.py`
+        share = shared_product(here.corrections, here.state) * here.channels.factor(up_to)
+        dbeta = row_dot(here.key.ref, share) * -here.key.factor
+        share = share * along_rows(-here.beta)
         dg, dk = here.moved(up_to, here.key, share, dg), dk + share
         return self.over_halvings("key", "key", _Half.overlaps, dk, dg, dbeta)
 
@@ -263,9 +264,9 @@ class _Half:
             if dbeta:
                 token = mosaic_gpu.load(self.at.of_rows.at[0], layout=ROWS, optimized=False)
                 is_later = (token.astype(jnp.int32) & plgpu.layout_cast(jnp.full(CHUNK, size), ROWS)) != 0
-                dot = row_dot(here.key.ref, share) * here.key.factor
+                dot = row_dot(here.key.ref, share) * -here.key.factor
                 dbeta = [dbeta[0] + jnp.where(is_later, dot, 0.0)]
-                share = share * along_rows(jnp.where(is_later, here.beta, 1.0))
+                share = share * along_rows(jnp.where(is_later, -here.beta, -1.0))
             return found + share, here.moved(to_middle(size), getattr(here, to), share, dg), *dbeta
 
         return lax.fori_loop(jnp.int32(0), jnp.int32(HALVINGS), halving, (found, dg, *dbeta))
@@ -281,12 +282,12 @@ class _Half:
         return jnp.where(is_parted(size, column, row), shared_product(self.u, self.dout.T), 0.0)
 
     def overlaps(self, size: Any) -> jax.Array:
-        """Returns dA of the later rows of a halving, and b dA transposed of the earlier ones."""
+        """Returns - dA of the later rows of a halving, and - b dA transposed of the earlier ones."""
         corrections, u, (row, column) = self.corrections, self.u, self.channels.position()
         beta = tiles.numbers(self.at.of_columns, COLUMNS).beta
-        later = jnp.where(is_parted(size, row, column), -shared_product(corrections, u.T), 0.0)
+        later = jnp.where(is_parted(size, row, column), shared_product(corrections, u.T), 0.0)
         earlier = shared_product(u, corrections.T) * along_columns(beta)
-        return jnp.where(is_parted(size, column, row), -earlier, later)
+        return jnp.where(is_parted(size, column, row), earlier, later)
 
     def finish(
         self, number: int, of: str, y: jax.Array, scale: float, there: Any, refs: Sequence[Any]
