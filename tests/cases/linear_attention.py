@@ -32,6 +32,7 @@ def _measured(**options):
 
 
 _ON_TPUS = dict(B=(1,), T=256, K=2, N=2, H=128, Hv=128, tags=("v5e", "v5p", "v6e", "tpu7x"))
+_ON_TPUS_AND_HOPPER = _ON_TPUS | dict(tags=(*_ON_TPUS["tags"], "mosaic_gpu"))
 
 
 def _both(**delta):
@@ -50,7 +51,7 @@ def _both(**delta):
         case("shard", state=True, lengths=(9, 4, 0, 7), **_SHARD, **delta),
         case("shard_constant", decay="constant", segments=2, **_SHARD, **delta),
         case("keys of 128", state=True, **_ON_TPUS, **delta),
-        case("keys of 128, channels", decay="channel", **_ON_TPUS, **delta),
+        case("keys of 128, channels", decay="channel", **_ON_TPUS_AND_HOPPER, **delta),
     )
 
 

@@ -70,6 +70,8 @@ LAYERS = (
         "ops/linear_attention/kernels/inputs",
         "ops/linear_attention/kernels/hopper_tiles",
         "ops/linear_attention/kernels/hopper_pieces",
+        "ops/linear_attention/kernels/hopper_channels",
+        "ops/linear_attention/kernels/hopper_channel_gradients",
         "ops/linear_attention/kernels/hopper_forward",
         "ops/linear_attention/kernels/hopper_backward",
         "ops/linear_attention/kernels/tpu_chunks",

@@ -110,8 +110,8 @@ def gated_delta_rule(
       forward_mode: also differentiable by `jax.jvp`, `jax.jacfwd` and `jax.linearize`, by a written rule.
       implementation: "xla", portable code; "mosaic_tpu", kernels for TPUs, of bfloat16 and float32, of keys
         and values of up to 256 channels; "mosaic_gpu", kernels for Hopper GPUs, of bfloat16 and float16, of
-        up to 128 channels, and of decays that all channels of a head share. No chip has run these kernels:
-        None picks them only where `python -m jax_attn_bwd.check --enable` has proven them, else "xla".
+        up to 128 channels. No chip has run these kernels: None picks them only where
+        `python -m jax_attn_bwd.check --enable` has proven them, else "xla".
 
     Returns:
       out: `[..., T, N, Hv]`, dtype of `query`. States and sums are float32 (float64 for float64).

@@ -51,7 +51,7 @@ ONE_PRODUCT = Rule(
 )
 PIECES = Rule(
     "linear_pieces",
-    "Hopper kernels, 12 chunks or more, at most 44 programs of 64 columns of values",
+    "Hopper kernels, decays of heads, 12 chunks or more, at most 44 programs of 64 columns of values",
     "Pieces of the sequence are walked side by side where one program walked over all chunks: by reckoning "
     "64 chunks take 0.4 of the time with 8 pieces, at one more launch each way.",
 )
@@ -118,9 +118,10 @@ def plan(implementation: str, options: Options, operands: Operands) -> Plan:
     if (of_kernel := CHUNKS_OF_KERNELS.get(implementation)) is not None:
         # the portable path, which differentiates a kernel, must save the states that it does
         pairs: Name = "halvings" if of_channels else "plane"
-        between, pieces = _fewest_between(of_kernel, operands), _pieces(of_kernel, operands)
-        few = implementation == "mosaic_gpu" and not of_channels and pieces >= _PIECES[0]
-        pieces = pieces if PIECES.holds(few) else 1
+        between, pieces = _fewest_between(of_kernel, operands), 1
+        if implementation == "mosaic_gpu" and not of_channels:
+            most = _pieces(of_kernel, operands)
+            pieces = most if PIECES.holds(most >= _PIECES[0]) else 1
         return Plan(options, implementation, pairs, of_kernel, between, merged, pieces=pieces)
     if not isinstance(T, int):
         return Plan(options, implementation, "halvings" if of_channels else "plane", CHUNK, 1, merged)

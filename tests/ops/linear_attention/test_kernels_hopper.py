@@ -32,7 +32,7 @@ def test_what_is_refused_says_why():
     assert refusal(DELTA) == refusal(LINEAR, "float16", H=128, Hv=128, decay="constant") == "ok"
     assert "not float32" in refusal(DELTA, "float32")
     assert refusal(DELTA, H=160) == "keys may have at most 128 channels and values 128, got 160 and 5"
-    assert refusal(LINEAR, decay="channel") == "it has a decay a head, not one a channel"
+    assert refusal(DELTA, H=128, Hv=128, decay="channel") == refusal(LINEAR, decay="channel") == "ok"
     assert refusal(LINEAR, T=0) == "there is nothing to compute"
 
 
@@ -73,6 +73,8 @@ def test_states_take_no_more_than_the_inputs(sizes):
         (DELTA, dict(T=70, decay="constant", lengths=(70, 3), segments=3)),
         (LINEAR, dict(B=(1,), T=67, H=128, Hv=128, K=1, N=1, state=True, growth=0.05)),
         (LINEAR, dict(T=1, decay="none")),
+        (DELTA, dict(B=(1,), T=70, H=72, Hv=40, K=1, N=2, decay="channel", state=True, growth=0.1, **NORM)),
+        (LINEAR, dict(B=(2,), T=66, K=1, N=1, decay="channel", lengths=(66, 3), segments=3)),
     ],
 )
 def test_against_definition(operator, sizes, dtype):
@@ -84,8 +86,9 @@ def test_against_definition(operator, sizes, dtype):
 
 @thorough
 @interpreted
-def test_rounding_is_at_most_twice_that_of_the_portable_path():
-    one = case("", B=(1,), T=130, H=64, Hv=64, K=1, N=1, growth=0.05, **NORM)
+@pytest.mark.parametrize("decay", ["head", "channel"])
+def test_rounding_is_at_most_twice_that_of_the_portable_path(decay):
+    one = case("", B=(1,), T=130, H=64, Hv=64, K=1, N=1, decay=decay, growth=0.05, **NORM)
     aim = check.target(DELTA, one, "bfloat16")
     with pallas.interpreting(NAME):
         runs = {
@@ -111,10 +114,13 @@ def _one_far_below(rng, arrays):
 
 @thorough
 @interpreted
-@pytest.mark.parametrize("scale", [None, 1e-20, 0.0])
-def test_strong_decays_and_small_scales(scale):
+@pytest.mark.parametrize(
+    ("scale", "decay"), [(None, "head"), (1e-20, "head"), (0.0, "head"), (None, "channel")]
+)
+def test_strong_decays_and_small_scales(scale, decay):
     """Gradients keep their digits: of a decay of e^-30, and of queries whose scale squared is 0."""
-    one = case("", B=(1,), T=40, K=1, N=1, state=True, growth=0.1, extra=_one_far_below, scale=scale, **NORM)
+    sizes = dict(B=(1,), T=40, K=1, N=1, state=True, decay=decay)
+    one = case("", growth=0.1, extra=_one_far_below, scale=scale, **sizes, **NORM)
     aim = check.target(DELTA, one, "bfloat16")
     with pallas.interpreting(NAME):
         _, grads = check._in_one_program(DELTA, {**one.options, "implementation": NAME}, aim)

@@ -1,4 +1,4 @@
-"""Hopper backward of linear attention (Pallas Mosaic GPU): decays that all channels of a head share.
+"""Hopper backward of linear attention (Pallas Mosaic GPU).
 
 The equations are those of `backward.py`, the letters f, h and E those of `hopper_tiles.py`. The kernels:
 
@@ -9,7 +9,8 @@ The equations are those of `backward.py`, the letters f, h and E those of `hoppe
     again        the states within each group of chunks, from the one that is saved, and U: side by side
     gradients    (9) to (18) of a chunk, side by side
 
-In the last one r = dR S0^T and e = U dS1^T are [C, H]; so is w = dO S0^T. With them, and with
+Where each channel has a decay of its own, the last one is that of `hopper_channel_gradients.py`. Else, in it,
+r = dR S0^T and e = U dS1^T are [C, H]; so is w = dO S0^T. With them, and with
 
     X_ij = E_ij dP_ij,   D_ij = b_i E_ij dA_ij,
 
@@ -44,6 +45,8 @@ from jax_attn_bwd._core import mosaic_gpu, pallas
 from jax_attn_bwd._core.mosaic_gpu import COLUMNS, ROWS, tile
 from jax_attn_bwd._core.sharding import match_type
 from jax_attn_bwd.ops.linear_attention import layout
+from jax_attn_bwd.ops.linear_attention.kernels import hopper_channel_gradients as channel_gradients
+from jax_attn_bwd.ops.linear_attention.kernels import hopper_channels as channels
 from jax_attn_bwd.ops.linear_attention.kernels import hopper_pieces as pieces
 from jax_attn_bwd.ops.linear_attention.kernels import hopper_tiles as tiles
 from jax_attn_bwd.ops.linear_attention.kernels import inputs
@@ -51,9 +54,11 @@ from jax_attn_bwd.ops.linear_attention.kernels.hopper_forward import corrected, 
 from jax_attn_bwd.ops.linear_attention.kernels.hopper_tiles import (
     CHUNK,
     SIZE,
+    ChunkCotangents,
     along_columns,
     along_rows,
     product,
+    row_dot,
     shared_product,
     two_numbers,
 )
@@ -62,16 +67,6 @@ from jax_attn_bwd.ops.linear_attention.plan import Plan
 from jax_attn_bwd.ops.linear_attention.spec import Options, Residuals
 
 _STAGES = 2
-
-
-class ChunkCotangents(NamedTuple):
-    """What the gradients of a chunk are made of beside the tokens, in their dtype."""
-
-    dout: Any  # [B, T, N, Hv]
-    corrections: Any  # dR, [B, T, N, Hv]; None without a delta rule
-    u: Any  # [B, T, N, Hv]
-    states: Any  # transposed S0, [B, N, chunks, Hv, H]
-    dstates: Any  # transposed dS1, [B, N, chunks, Hv, H]
 
 
 def backward(
@@ -99,11 +94,19 @@ def _backward(plan, interpret, residuals, dout, dfinal):
     given, dout, saved, dfinal = pallas.vary_alike((given, dout, saved, dfinal))
     given = given._replace(state=None)
 
-    planes = tiles.planes(options, interpret, given, "planes_again")
-    dvalue, dstates, dfirst, *corrections = _reverse(plan, interpret, given, planes, dout, dfinal)
-    states, *u = _again(plan, interpret, given, planes, saved)
+    inside = channels.inside(options, interpret, given, "planes_again")
+    dvalue, dstates, dfirst, *corrections = _reverse(plan, interpret, given, inside, dout, dfinal)
+    states, *u = _again(plan, interpret, given, inside, saved)
     cotangents = ChunkCotangents(dout, *(corrections or [None]), *(u or [given.value]), states, dstates)
-    lines, dquery, dkey = _gradients(options, interpret, given, cotangents)
+    if given.decays is None:
+        lines, dquery, dkey = _gradients(options, interpret, given, cotangents)
+        dbeta, ddecay = lines[:, :, -1], lines[:, :, 0]
+    else:
+        found = channel_gradients.gradients(options, interpret, given, inside.whole, cotangents)
+        dquery, dkey, ddecay, dbeta = found
+        for dr in corrections:
+            of_values = (inputs.wide(dr) * inputs.wide(given.value)).sum(-1)
+            dbeta = dbeta.sum(2) + of_values.swapaxes(1, 2)
 
     # of all value heads of a key head, without padding, in the shapes of the call
     def of_keys(parts):
@@ -116,29 +119,38 @@ def _backward(plan, interpret, residuals, dout, dfinal):
     def of_tokens(x):
         return x[..., :T].swapaxes(1, 2).reshape(*batch, T, N)
 
+    def of_channels(parts):
+        return sum(map(inputs.wide, parts))[:, :T, :, :H].reshape(*batch, T, N, H)
+
+    if given.decays is not None:
+        ddecay = of_channels(ddecay)
+    else:
+        ddecay = of_tokens(ddecay)
+        if operands.log_decay is not None and operands.log_decay.ndim == operands.value.ndim:
+            ddecay = ddecay[..., None]
     found = {
         "query": of_keys(dquery),
         "key": of_keys(dkey),
         "value": dvalue[:, :T, :, :Hv].reshape(*batch, T, N, Hv),
-        "log_decay": of_tokens(lines[:, :, 0]),
-        "beta": of_tokens(lines[:, :, -1]),
+        "log_decay": ddecay,
+        "beta": of_tokens(dbeta) if options.is_delta else None,
         "initial_state": dfirst[..., :H, :Hv].reshape(*batch, N, H, Hv),
     }
     seen = layout.seen_tokens(operands)
     hide = lambda x: x if seen is None else jnp.where(seen if x.ndim == seen.ndim else seen[..., 0], x, 0)
-    return {name: x if name == "initial_state" else hide(x) for name, x in found.items()}
+    return {n: x if x is None or n == "initial_state" else hide(x) for n, x in found.items()}
 
 
 # ---- the cotangents of the states, the last chunk first
 
 
 def _reverse(
-    plan: Plan, interpret: bool, given: Inputs, planes: Any, dout: jax.Array, dfinal: Any
+    plan: Plan, interpret: bool, given: Inputs, inside: tiles.Inside, dout: jax.Array, dfinal: Any
 ) -> list[jax.Array]:
     """Computes dV, the transposed dS1 of each chunk, that of the first state, and dR of a delta rule."""
     (B, T, _, H), (N, Hv), dtype = given.key.shape, given.value.shape[-2:], given.key.dtype
     given, options, cut = given._replace(value=dout), plan.options, pieces.cut(plan, T)
-    ends = pieces.ends(plan, interpret, given, planes, _step, True)
+    ends = pieces.ends(plan, interpret, given, inside, _step, True)
     out_type, rows = partial(pallas.out_type, operands=given), tile((CHUNK, SIZE), dtype)
     of_tokens = out_type((B, T, N, Hv), dtype)
     results = [
@@ -147,7 +159,7 @@ def _reverse(
         out_type((B, N, H, Hv), jnp.float32),
         *[of_tokens] * options.is_delta,
     ]
-    scratch = tiles.rings(_STAGES, given, len(planes)) | dict(
+    scratch = tiles.rings(_STAGES, given, inside) | dict(
         row_tiles=[rows] * (2 if options.is_delta else 1),
         dstate_tile=tile((SIZE, H), dtype),
         state_tile=tile((H, SIZE), jnp.float32),
@@ -161,11 +173,11 @@ def _reverse(
         scratch=scratch | pieces.barriers(ends) | tiles.spare_tile(interpret, H, dtype),
         grid={"column": Hv // SIZE, "piece": cut.count, "head": N, "batch": B},
         warpgroups=2,
-    )(given, planes, ends, dfinal)
+    )(given._replace(decays=None), inside, ends, dfinal)
 
 
 def _reverse_kernel(
-    cut: pieces.CutWalk, given: Inputs, planes: Any, ends: Any, dfinal_ref, dvalue_ref, dstates_ref,
+    cut: pieces.CutWalk, given: Inputs, inside: tiles.Inside, ends: Any, dfinal_ref, dvalue_ref, dstates_ref,
     dfirst_ref, *corrections_ref, rings, loaded, free, row_tiles, dstate_tile, state_tile, first,
     started=None, spare=None,
 ):  # fmt: skip
@@ -178,7 +190,7 @@ def _reverse_kernel(
     @pl.when(wg == 1)
     def _load():
         pieces.wait_for_start(started)
-        sources = partial(tiles.sources, given, planes, b, n, columns)
+        sources = partial(tiles.sources, given, inside, b, n, columns)
         tiles.stream(count, _STAGES, lambda t: sources(number(t)), rings, loaded, free)
 
     @pl.when(wg == 0)
@@ -191,7 +203,7 @@ def _reverse_kernel(
             chunk = tiles.at_slot(rings, slot)
             dout = tiles.load_transposed(chunk.value)
             found = _corrected(chunk, dout, dstate, spare)
-            before = _passed(chunk, dout, dstate, found[0], spare)
+            before = _passed(chunk, dout, dstate, found[-1], spare)
             plgpu.barrier_arrive(free.at[slot])
 
             for there, x in zip(row_tiles, found, strict=True):
@@ -221,7 +233,7 @@ def _reverse_kernel(
 def _corrected(chunk: tiles.ChunkArrays, dout: Any, dstate: jax.Array, spare: Any) -> list[jax.Array]:
     """Returns what is transposed of dV, and of dR under a delta rule, by (7) and (8); `dout` may be None."""
     numbers = chunk.numbers(COLUMNS)
-    du = product(dstate, chunk.key.T, spare) * along_columns(numbers.at_end)
+    du = chunk.at_end(numbers).of(dstate, spare)
     if dout is not None:
         du = product(dout, chunk.reads, spare, du)
     if chunk.solved is None:
@@ -230,33 +242,39 @@ def _corrected(chunk: tiles.ChunkArrays, dout: Any, dstate: jax.Array, spare: An
     return [dr * along_columns(numbers.beta), dr]
 
 
-def _passed(chunk: tiles.ChunkArrays, dout: Any, dstate: jax.Array, dvalue: Any, spare: Any) -> jax.Array:
-    """Returns the transposed cotangent of the state before a chunk, by (8)."""
+def _passed(chunk: tiles.ChunkArrays, dout: Any, dstate: jax.Array, dr: Any, spare: Any) -> jax.Array:
+    """Returns the transposed cotangent of the state before a chunk, by (8); `dr` is read of a delta rule."""
     numbers = chunk.numbers(COLUMNS)
-    before = dstate * numbers.whole
+    before = chunk.decayed(numbers, dstate)
     if dout is not None:
-        before = product(dout * along_columns(numbers.from_start), chunk.query, spare, before)
+        rows = chunk.from_start(numbers)
+        before = product(rows.times_factor(dout), rows.rows, spare, before)
     if chunk.solved is not None:
-        before = product(dvalue * along_columns(-numbers.at_start), chunk.key, spare, before)
+        rows = chunk.at_start(numbers)
+        # the factor is negated, as in `corrected`
+        erased = rows.times_factor(dr * along_columns(-numbers.beta))
+        before = product(erased, rows.rows, spare, before)
     return before
 
 
 def _step(chunk: tiles.ChunkArrays, dstate: jax.Array, spare: Any) -> jax.Array:
     dout = None if chunk.value is None else tiles.load_transposed(chunk.value)
-    dvalue = None if chunk.solved is None else _corrected(chunk, dout, dstate, spare)[0]
-    return _passed(chunk, dout, dstate, dvalue, spare)
+    dr = None if chunk.solved is None else _corrected(chunk, dout, dstate, spare)[-1]
+    return _passed(chunk, dout, dstate, dr, spare)
 
 
 # ---- the states again
 
 
-def _again(plan: Plan, interpret: bool, given: Inputs, planes: Any, saved: jax.Array) -> list[jax.Array]:
+def _again(
+    plan: Plan, interpret: bool, given: Inputs, inside: tiles.Inside, saved: jax.Array
+) -> list[jax.Array]:
     """Computes the transposed S0 of each chunk from `saved` `[g, B, N, H, Hv]`, and U of a delta rule."""
     (B, T, _, H), (N, Hv), dtype = given.key.shape, given.value.shape[-2:], given.key.dtype
     out_type = partial(pallas.out_type, operands=given)
     results = [out_type((B, N, T // CHUNK, Hv, H), dtype)]
     results += [out_type((B, T, N, Hv), dtype)] * plan.options.is_delta
-    scratch = tiles.rings(_STAGES, given, len(planes)) | dict(
+    scratch = tiles.rings(_STAGES, given, inside) | dict(
         row_tile=tile((CHUNK, SIZE), dtype),
         narrow_tile=tile((SIZE, H), dtype),
         state_tile=tile((H, SIZE), jnp.float32),
@@ -270,11 +288,11 @@ def _again(plan: Plan, interpret: bool, given: Inputs, planes: Any, saved: jax.A
         scratch=scratch | tiles.spare_tile(interpret, H, dtype),
         grid={"column": Hv // SIZE, "group": saved.shape[0], "head": N, "batch": B},
         warpgroups=2,
-    )(given, planes, saved)
+    )(given._replace(decays=None), inside, saved)
 
 
 def _again_kernel(
-    given: Inputs, planes: Any, saved, states_ref, *u_ref,
+    given: Inputs, inside: tiles.Inside, saved, states_ref, *u_ref,
     rings, loaded, free, row_tile, narrow_tile, state_tile, first, spare=None,
 ):  # fmt: skip
     """Walks over the chunks of a group."""
@@ -285,7 +303,7 @@ def _again_kernel(
 
     @pl.when(wg == 1)
     def _load():
-        sources = partial(tiles.sources, given, planes, b, n, columns)
+        sources = partial(tiles.sources, given, inside, b, n, columns)
         tiles.stream(count, _STAGES, lambda t: sources(number(t)), rings, loaded, free)
 
     @pl.when(wg == 0)
@@ -435,7 +453,7 @@ def _of_queries(options: Options, at: _ChunkMemory, refs: Any, here: Any, has_re
     start, moved, found = jnp.exp(rows.c), jnp.zeros_like(rows.c), _Found(options)
     for half in _halves(at.query):
         w = shared_product(dout, state.at[:, half])
-        moved = moved + rows.from_start * _row_dot(at.query.at[:, half], w)
+        moved = moved + rows.from_start * row_dot(at.query.at[:, half], w)
         sums = [(plane, at.key.at[:, half]) for plane in at.reads[:2]]
         found.add(at.query.at[:, half], _add_shared(w * along_rows(start), sums, spare))
     at.moved[...] = moved
@@ -474,10 +492,10 @@ def _of_keys(
     for half in _halves(at.key):
         e = shared_product(u, dstate.at[:, half])
         r = shared_product(corrections, state.at[:, half]) if options.is_delta else None
-        add(at.ends, rows.at_end * _row_dot(at.key.at[:, half], e), half)
+        add(at.ends, rows.at_end * row_dot(at.key.at[:, half], e), half)
         y, sums = e * along_rows(end), [(at.reads[2].T, at.query.at[:, half])]
         if r is not None:
-            add(at.erased, rows.at_start * _row_dot(at.key.at[:, half], r), half)
+            add(at.erased, rows.at_start * row_dot(at.key.at[:, half], r), half)
             y = y + r * along_rows(-start * rows.beta)
             sums += [(plane, at.key.at[:, half]) for plane in (*at.overlaps[:2], at.overlaps[2].T)]
         found.add(at.key.at[:, half], _add_shared(y, sums, spare))
@@ -488,13 +506,13 @@ def _of_keys(
     for i in range(0, state.shape[0], SIZE):
         for half in _halves(state):
             block = pl.ds(i, SIZE), half
-            passed = passed + _row_dot(state.at[block], tiles.load(dstate.at[block]))
+            passed = passed + row_dot(state.at[block], tiles.load(dstate.at[block]))
     plgpu.barrier_wait(has_sums)
     ends, moved = (mosaic_gpu.load(x, layout=ROWS, optimized=False) for x in (at.ends, at.moved))
     if options.is_delta:
         erased = mosaic_gpu.load(at.erased, layout=ROWS, optimized=False)
         for part in _halves(at.value):
-            dbeta = dbeta + _row_dot(corrections.at[:, part], tiles.load(at.value.at[:, part]))
+            dbeta = dbeta + row_dot(corrections.at[:, part], tiles.load(at.value.at[:, part]))
         at.lines[1] = dbeta - erased
         moved = moved - erased * rows.beta
     by_states = jnp.where(column <= row, along_rows(moved), along_rows(ends)) + along_rows(
@@ -522,11 +540,6 @@ def _across_token(z: jax.Array, after: Any, spare: Any) -> jax.Array:
     row, column = tiles.position()
     found = product(z, after, spare)  # of i, t: over j < t
     return jnp.where(column <= row, found, 0.0).sum(axis=0)
-
-
-def _row_dot(ref: Any, x: jax.Array) -> jax.Array:
-    """Returns the products of rows of shared memory and of registers."""
-    return (tiles.load(ref) * x).sum(axis=1)
 
 
 def _add_shared(acc: jax.Array, factors: Sequence[tuple[Any, Any]], spare: Any) -> jax.Array:
@@ -557,7 +570,7 @@ class _Found:
     def add(self, given: Any, y: jax.Array) -> None:
         """Takes `y`, what the rows `given` get, in registers."""
         if self.has_norm:
-            dot = _row_dot(given, y)
+            dot = row_dot(given, y)
             self.dot = dot if self.dot is None else self.dot + dot
         self.halves.append((given, y))
 

@@ -1,6 +1,7 @@
-"""Hopper forward of linear attention (Pallas Mosaic GPU): decays that all channels of a head share.
+"""Hopper forward of linear attention (Pallas Mosaic GPU).
 
-Two kernels. One computes the planes P and M of all chunks, side by side (`hopper_tiles.py`). The other walks
+Two kernels. One computes the planes P and M of all chunks, side by side
+(`hopper_tiles.py`, `hopper_channels.py`). The other walks
 over the chunks, a program for each batch entry, value head and 64 columns of values: a warpgroup loads what
 is read of a chunk into a ring (TMA), another holds the transposed state [64, H] in registers and computes
 
@@ -27,6 +28,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax_attn_bwd._core import mosaic_gpu, pallas
 from jax_attn_bwd._core.mosaic_gpu import COLUMNS, tile
 from jax_attn_bwd._core.sharding import tie
+from jax_attn_bwd.ops.linear_attention.kernels import hopper_channels as channels
 from jax_attn_bwd.ops.linear_attention.kernels import hopper_pieces as pieces
 from jax_attn_bwd.ops.linear_attention.kernels import hopper_tiles as tiles
 from jax_attn_bwd.ops.linear_attention.kernels import inputs
@@ -49,8 +51,8 @@ def forward(plan: Plan, operands: Operands) -> Result:
 def _forward(plan, interpret, operands):
     given = pallas.vary_alike(inputs.of_call(plan, operands, (SIZE, SIZE)))
     (B, T, _, H), (N, Hv) = given.key.shape, given.value.shape[-2:]
-    planes = tiles.planes(plan.options, interpret, given)
-    ends, cut = pieces.ends(plan, interpret, given, planes, _step, False), pieces.cut(plan, T)
+    inside = channels.inside(plan.options, interpret, given, "planes")
+    ends, cut = pieces.ends(plan, interpret, given, inside, _step, False), pieces.cut(plan, T)
     out_type = partial(pallas.out_type, operands=given)
     state = tile((H, SIZE), jnp.float32)
     out, final, states = mosaic_gpu.launch(
@@ -62,19 +64,19 @@ def _forward(plan, interpret, operands):
             out_type((B, N, H, Hv), jnp.float32),
             out_type((T // (plan.side_by_side * CHUNK), B, N, H, Hv), jnp.float32),
         ],
-        scratch=tiles.rings(_STAGES, given, len(planes))
+        scratch=tiles.rings(_STAGES, given, inside)
         | dict(out_tile=tile((CHUNK, SIZE), given.value.dtype), state_tile=state, first=plgpu.Barrier())
         | pieces.barriers(ends)
         | tiles.spare_tile(interpret, H, given.value.dtype),
         grid={"column": Hv // SIZE, "piece": cut.count, "head": N, "batch": B},
         warpgroups=2,
-    )(given, planes, ends)
+    )(given._replace(decays=None), inside, ends)
     return inputs.result(operands, out, final, states)
 
 
 def _kernel(
-    between: int, cut: pieces.CutWalk, given: Inputs, planes: Any, ends: Any, out_ref, final_ref, states_ref,
-    *, rings, loaded, free, out_tile, state_tile, first, started=None, spare=None,
+    between: int, cut: pieces.CutWalk, given: Inputs, inside: tiles.Inside, ends: Any, out_ref, final_ref,
+    states_ref, *, rings, loaded, free, out_tile, state_tile, first, started=None, spare=None,
 ):  # fmt: skip
     """Walks over a piece of 64 columns of one value head; a state is saved before each `between` chunks."""
     b, n, piece, wg = (lax.axis_index(name) for name in ("batch", "head", "piece", "wg"))
@@ -84,7 +86,7 @@ def _kernel(
     @pl.when(wg == 1)
     def _load():
         pieces.wait_for_start(started)
-        sources = partial(tiles.sources, given, planes, b, n, columns)
+        sources = partial(tiles.sources, given, inside, b, n, columns)
         tiles.stream(count, _STAGES, lambda t: sources(start_of_piece + t), rings, loaded, free)
 
     @pl.when(wg == 0)
@@ -109,7 +111,8 @@ def _kernel(
 
             chunk = tiles.at_slot(rings, slot)
             u = corrected(chunk, state, spare)
-            out = product(state, chunk.query.T, spare) * along_columns(chunk.numbers(COLUMNS).from_start)
+            out = product(state, chunk.query.T, spare)
+            out = chunk.from_start(chunk.numbers(COLUMNS)).times_factor(out)
             out = product(u, chunk.reads.T, spare, out)
             state = passed(chunk, state, u, spare)
             plgpu.barrier_arrive(free.at[slot])
@@ -142,12 +145,14 @@ def corrected(chunk: tiles.ChunkArrays, state: jax.Array, spare: Any) -> jax.Arr
         return value
     numbers = chunk.numbers(COLUMNS)
     # the factor is negated: the sign of a product is changed before that is waited for, which serializes all
-    held = product(state, chunk.key.T, spare) * along_columns(-numbers.at_start)
-    rest = (held if value is None else value + held) * along_columns(numbers.beta)
+    rest = chunk.at_start(numbers).of(state, spare) * along_columns(-numbers.beta)
+    if value is not None:
+        rest = rest + value * along_columns(numbers.beta)
     return product(rest, chunk.solved.T, spare)
 
 
 def passed(chunk: tiles.ChunkArrays, state: jax.Array, u: jax.Array, spare: Any) -> jax.Array:
     """Returns the transposed state behind a chunk, by (6)."""
     numbers = chunk.numbers(COLUMNS)
-    return product(u * along_columns(numbers.at_end), chunk.key, spare, state * numbers.whole)
+    rows = chunk.at_end(numbers)
+    return product(rows.times_factor(u), rows.rows, spare, chunk.decayed(numbers, state))

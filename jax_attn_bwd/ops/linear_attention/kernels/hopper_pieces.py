@@ -60,8 +60,9 @@ class PieceEnds(NamedTuple):
 
 
 def ends(
-    plan: Plan, interpret: bool, given: Inputs, planes: Any, step: Callable[..., jax.Array], is_reverse: bool
-) -> PieceEnds | None:
+    plan: Plan, interpret: bool, given: Inputs, inside: tiles.Inside, step: Callable[..., jax.Array],
+    is_reverse: bool,
+) -> PieceEnds | None:  # fmt: skip
     """Computes the ends of pieces; None where there is one piece.
 
     `step(chunk, state, spare)` passes a chunk, whose `value` may be None for zeros. `is_reverse` tells that
@@ -75,7 +76,7 @@ def ends(
     kept = (2, before, B, N, H, H) if is_delta else (before, B, N, CHUNK)
     spare = tiles.spare_tile(interpret, H, dtype)
     unread = () if is_reverse and is_delta else ("key" if is_reverse else "query", "reads")
-    scratch = tiles.rings(_STAGES, given, len(planes))
+    scratch = tiles.rings(_STAGES, given, inside)
     rings = scratch["rings"]._replace(**dict.fromkeys(unread))
     scratch |= dict(
         rings=rings,
@@ -96,13 +97,13 @@ def ends(
         scratch=scratch,
         grid={"column": (max(H, Hv) if is_delta else Hv) // SIZE, "piece": before, "head": N, "batch": B},
         warpgroups=3 if is_delta else 2,
-    )(given._replace(state=None), planes)
+    )(given._replace(state=None), inside)
     return PieceEnds(*found)
 
 
 def _ends_kernel(
     pieces: CutWalk, step: Callable[..., jax.Array], is_reverse: bool, is_delta: bool, given: Inputs,
-    planes: Any, moved_ref, kept_ref, *, rings, loaded, free, state_tile, kept_tiles, spares,
+    inside: tiles.Inside, moved_ref, kept_ref, *, rings, loaded, free, state_tile, kept_tiles, spares,
 ):  # fmt: skip
     """Walks over a piece from the state 0, and under a delta rule from the state I: 64 columns of each."""
     b, n, piece, column, wg = (lax.axis_index(x) for x in ("batch", "head", "piece", "column", "wg"))
@@ -117,7 +118,7 @@ def _ends_kernel(
         number = lambda t: pieces.total - 1 - first - t if is_reverse else first + t
 
         def sources(t):
-            chunk = tiles.sources(given, planes, b, n, columns, number(t))
+            chunk = tiles.sources(given, inside, b, n, columns, number(t))
             return ChunkArrays(*(None if ring is None else x for x, ring in zip(chunk, rings, strict=True)))
 
         tiles.stream(jnp.int32(pieces.length), _STAGES, sources, rings, loaded, free)

@@ -8,7 +8,7 @@ What a warpgroup holds in registers is the first factor of a product as two numb
 memory, the other factor, are the tokens as given, or a plane of a chunk.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -150,8 +150,20 @@ def load_state(source: Any, there: Any, loaded: Any) -> jax.Array:
 # ---- the planes of all chunks, side by side
 
 
-def planes(options: Options, interpret: bool, given: Inputs, name: str = "planes") -> list[jax.Array]:
-    """Computes P, and for a delta rule M, of all chunks: `[B, N, T, CHUNK]`, in the dtype of the keys."""
+class Inside(NamedTuple):
+    """What is known of all chunks before a state is, in global memory, in the dtype of the keys."""
+
+    reads: Any  # P, [B, N, T, CHUNK]
+    solved: Any = None  # M, [B, N, T, CHUNK], of a delta rule
+    # with decays of channels alone; else rows are read as they are given
+    query: Any = None  # q^, [B, T, N, H]
+    end: Any = None  # k~, [B, T, N, H]
+    whole: Any = None  # exp(c_C), float32 [B, N, chunks, H]
+    key: Any = None  # k^, [B, T, N, H], of a delta rule
+
+
+def planes(options: Options, interpret: bool, given: Inputs, name: str) -> Inside:
+    """Computes P, and for a delta rule M, of all chunks whose channels share their decays."""
     (B, T, _, H), N, dtype = given.key.shape, given.value.shape[2], given.key.dtype
     count = 2 if options.is_delta else 1
     scratch = dict(
@@ -163,7 +175,7 @@ def planes(options: Options, interpret: bool, given: Inputs, name: str = "planes
         between=[tile((CHUNK, CHUNK), dtype)] * 2,
         loaded=plgpu.Barrier(num_arrivals=4),
     )
-    return mosaic_gpu.launch(
+    found = mosaic_gpu.launch(
         partial(_planes_kernel, options.is_delta),
         f"linear_attention_{name}",
         interpret=interpret,
@@ -171,6 +183,7 @@ def planes(options: Options, interpret: bool, given: Inputs, name: str = "planes
         scratch=scratch | spare_tile(interpret, CHUNK, dtype),
         grid={"chunk": T // CHUNK, "head": N, "batch": B},
     )(given._replace(value=None, state=None))
+    return Inside(*found)
 
 
 def _planes_kernel(
@@ -197,7 +210,7 @@ def _planes_kernel(
     plgpu.wait_smem_to_gmem(0)
     if is_delta:
         a = shared_product(key, key.T) * along_rows(rows.key_factor * rows.beta) * decay
-        solved = _solve(jnp.where(column < row, a, 0.0), plane, between, spare)
+        solved = solve(jnp.where(column < row, a, 0.0), plane, between, spare)
         plane[0][...] = solved.astype(plane[0].dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(plane[0], results[1].at[b, n, here])
@@ -210,7 +223,7 @@ def position() -> tuple[jax.Array, jax.Array]:
     return row, column
 
 
-def _solve(a: jax.Array, found_tile: Any, between_tile: Any, spare: Any) -> jax.Array:
+def solve(a: jax.Array, found_tile: Any, between_tile: Any, spare: Any) -> jax.Array:
     """Returns M = (I + A)^-1 of A in registers, strictly lower, by (3) of `matrix.py`, all blocks at once.
 
     A product has both factors as two numbers each, but for the product of the second ones.
@@ -224,9 +237,9 @@ def _solve(a: jax.Array, found_tile: Any, between_tile: Any, spare: Any) -> jax.
         between = jnp.where(is_between, a, 0.0)
         if half > 1:
             store_two(found_tile, found)
-            between = _exact_product(between, found_tile, spare)
+            between = exact_product(between, found_tile, spare)
             store_two(between_tile, between)
-            between = _exact_product(found, between_tile, spare)
+            between = exact_product(found, between_tile, spare)
         found = found - between
         half *= 2
     return found
@@ -239,7 +252,8 @@ def store_two(refs: Sequence[Any], x: jax.Array) -> None:
     plgpu.commit_smem()
 
 
-def _exact_product(x: jax.Array, b: Sequence[Any], spare: Any) -> jax.Array:
+def exact_product(x: jax.Array, b: Sequence[Any], spare: Any) -> jax.Array:
+    """Returns `x @ b` of two numbers each, but for the product of the second ones."""
     found = product(x, b[0], spare)
     return mosaic_gpu.add_products(found, [x.astype(b[1].dtype)], b[1], spare)
 
@@ -247,19 +261,55 @@ def _exact_product(x: jax.Array, b: Sequence[Any], spare: Any) -> jax.Array:
 # ---- copies of what a program walks over
 
 
+class Rows(NamedTuple):
+    """Rows of tokens in shared memory; what channels share of their factors is kept apart."""
+
+    rows: Any  # [CHUNK, H]
+    factor: Callable[[], jax.Array] | None = None  # [CHUNK], along columns
+
+    def times_factor(self, x: jax.Array) -> jax.Array:
+        """Returns `x`, of which each column is of a row, times the factors."""
+        return x if self.factor is None else x * along_columns(self.factor())
+
+    def of(self, state: jax.Array, spare: Any) -> jax.Array:
+        """Returns the transposed products with a transposed state, [SIZE, CHUNK]."""
+        return self.times_factor(product(state, self.rows.T, spare))
+
+
 class ChunkArrays(NamedTuple):
     """What is read of a chunk, in shared memory: tokens, their numbers, and planes."""
 
-    query: Any  # [CHUNK, H]
-    key: Any  # [CHUNK, H]
+    query: Any  # [CHUNK, H]; q^ with decays of channels
+    key: Any  # [CHUNK, H]; k^ with decays of channels, None if no rule corrects by it
     value: Any  # [CHUNK, SIZE], or another array of this size
     number_rows: Any  # [NUMBERS, CHUNK]
     reads: Any  # P
     solved: Any = None  # M, of a delta rule
+    end: Any = None  # k~, [CHUNK, H], with decays of channels, as the next
+    whole: Any = None  # exp(c_C), [H]
 
     def numbers(self, layout: Any) -> Numbers:
         """Loads the numbers of its tokens."""
         return numbers(self.number_rows, layout)
+
+    def from_start(self, numbers: Numbers) -> Rows:
+        """Returns q^."""
+        return Rows(self.query, None if self.end is not None else lambda: numbers.from_start)
+
+    def at_start(self, numbers: Numbers) -> Rows:
+        """Returns k^."""
+        return Rows(self.key, None if self.end is not None else lambda: numbers.at_start)
+
+    def at_end(self, numbers: Numbers) -> Rows:
+        """Returns k~."""
+        return Rows(self.key, lambda: numbers.at_end) if self.end is None else Rows(self.end)
+
+    def decayed(self, numbers: Numbers, state: jax.Array) -> jax.Array:
+        """Returns a transposed state after the decays of the chunk."""
+        if self.whole is None:
+            return state * numbers.whole
+        whole = mosaic_gpu.load(self.whole, layout=COLUMNS, optimized=False)
+        return state * lax.broadcast_in_dim(whole, state.shape, [1])
 
 
 def tokens(t: Any) -> Any:
@@ -267,37 +317,72 @@ def tokens(t: Any) -> Any:
     return pl.ds(t * CHUNK, CHUNK)
 
 
-def rings(stages: int, given: Inputs, planes: int) -> dict[str, Any]:
+def rings(stages: int, given: Inputs, inside: Inside) -> dict[str, Any]:
     """Returns the types of rings of `stages` chunks, and of their barriers."""
     H, dtype = given.key.shape[-1], given.key.dtype
     keys, plane = tile((stages, CHUNK, H), dtype), tile((stages, CHUNK, CHUNK), dtype)
     of_numbers = plgpu.SMEM((stages, NUMBERS, CHUNK), jnp.float32)
+    of_channels = inside.end is not None
+    found = ChunkArrays(
+        keys,
+        keys if inside.key is not None or not of_channels else None,
+        tile((stages, CHUNK, SIZE), dtype),
+        of_numbers,
+        plane,
+        None if inside.solved is None else plane,
+        keys if of_channels else None,
+        plgpu.SMEM((stages, H), jnp.float32) if of_channels else None,
+    )
     return dict(
-        rings=ChunkArrays(keys, keys, tile((stages, CHUNK, SIZE), dtype), of_numbers, *[plane] * planes),
-        loaded=plgpu.Barrier(num_arrivals=4 + planes, num_barriers=stages),
+        rings=found,
+        loaded=plgpu.Barrier(num_arrivals=len(_present(found)), num_barriers=stages),
         free=plgpu.Barrier(num_barriers=stages),
     )
 
 
-def sources(given: Inputs, planes: Sequence[Any], b: Any, n: Any, columns: Any, t: Any) -> ChunkArrays:
+def sources(given: Inputs, inside: Inside, b: Any, n: Any, columns: Any, t: Any) -> ChunkArrays:
     """Returns where a chunk stands in global memory."""
     head = lax.div(n, jnp.int32(given.value.shape[2] // given.key.shape[2]))
     rows = tokens(t)
+    of_head = lambda x: None if x is None else x.at[b, rows, n]
+    of_plane = lambda x: None if x is None else x.at[b, n, rows]
+    of_channels = inside.end is not None
     return ChunkArrays(
-        given.query.at[b, rows, head],
-        given.key.at[b, rows, head],
+        of_head(inside.query) if of_channels else given.query.at[b, rows, head],
+        of_head(inside.key) if of_channels else given.key.at[b, rows, head],
         given.value.at[b, rows, n, columns],
         given.numbers.at[b, n, :, rows],
-        *(x.at[b, n, rows] for x in planes),
+        of_plane(inside.reads),
+        of_plane(inside.solved),
+        of_head(inside.end),
+        inside.whole.at[b, n, t] if of_channels else None,
     )
+
+
+def _present(chunk: ChunkArrays) -> list[Any]:
+    return [x for x in chunk if x is not None]
 
 
 def stream(count: Any, stages: int, of_chunk: Any, rings: ChunkArrays, loaded: Any, free: Any) -> None:
     """Loads the chunks `of_chunk(step)` into the rings."""
-    present = lambda chunk: [x for x in chunk if x is not None]
-    mosaic_gpu.stream(count, stages, [(lambda t: present(of_chunk(t)), present(rings), loaded, free)])
+    mosaic_gpu.stream(count, stages, [(lambda t: _present(of_chunk(t)), _present(rings), loaded, free)])
 
 
 def at_slot(rings: ChunkArrays, slot: Any) -> ChunkArrays:
     """Returns the chunk at a place of the rings."""
     return ChunkArrays(*(None if ring is None else ring.at[slot] for ring in rings))
+
+
+class ChunkCotangents(NamedTuple):
+    """What the gradients of a chunk are made of beside the tokens, in their dtype."""
+
+    dout: Any  # [B, T, N, Hv]
+    corrections: Any  # dR, [B, T, N, Hv]; None without a delta rule
+    u: Any  # [B, T, N, Hv]
+    states: Any  # transposed S0, [B, N, chunks, Hv, H]
+    dstates: Any  # transposed dS1, [B, N, chunks, Hv, H]
+
+
+def row_dot(ref: Any, x: jax.Array) -> jax.Array:
+    """Returns the products of rows of shared memory and of registers."""
+    return (load(ref) * x).sum(axis=1)

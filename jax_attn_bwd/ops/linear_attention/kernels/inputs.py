@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jax_attn_bwd._core.numerics import to_rank
+from jax_attn_bwd._core.numerics import rounding_of, to_rank
 from jax_attn_bwd.ops.linear_attention import layout
 from jax_attn_bwd.ops.linear_attention.plan import Plan, has_decays_of_channels
 from jax_attn_bwd.ops.linear_attention.spec import Operands, Options, Residuals, Result
@@ -32,6 +32,8 @@ class Inputs(NamedTuple):
     value: Any  # [B, T, N, Hv]
     numbers: Any  # float32 [B, N, NUMBERS, T]: c, the sum of log decays from the start of the chunk, ...
     state: Any = None  # float32 [B, N, H, Hv]; None is 0
+    # log decays of channels as two numbers, bfloat16 [2, B, T, N, H]; then c is the number within the chunk
+    decays: Any = None
 
 
 def unsupported(options: Options, operands: Operands, sizes: tuple[int, int]) -> str | None:
@@ -46,8 +48,6 @@ def unsupported(options: Options, operands: Operands, sizes: tuple[int, int]) ->
     widest_key, widest_value = sizes
     if widest_key < H or Hv > widest_value:
         return f"keys may have at most {widest_key} channels and values {widest_value}, got {H} and {Hv}"
-    if has_decays_of_channels(operands):
-        return "it has a decay a head, not one a channel"
     return None
 
 
@@ -64,7 +64,10 @@ def of_call(plan: Plan, operands: Operands, multiples: tuple[int, int]) -> Input
         x = jnp.pad(x.reshape(B, T, *x.shape[-2:]), [(0, 0), (0, padded), (0, 0), (0, 0)])
         return jnp.repeat(x, N // x.shape[2], 2).transpose(0, 2, 3, 1)
 
-    g = jnp.broadcast_to(clean(log_decay(operands)), (*operands.value.shape[:-1], 1))
+    of_channels = has_decays_of_channels(operands)
+    g = jnp.broadcast_to(
+        jnp.float32(0) if of_channels else clean(log_decay(operands)), (*operands.value.shape[:-1], 1)
+    )
     beta = jnp.ones_like(g) if operands.beta is None else clean(wide(operands.beta[..., None]))
     factors = _factors(plan.options, clean(operands.query), clean(operands.key))
     rows = jnp.concatenate([of_tokens(jnp.concatenate([g, beta], -1)), of_tokens(factors)], 2)
@@ -74,7 +77,19 @@ def of_call(plan: Plan, operands: Operands, multiples: tuple[int, int]) -> Input
     masks = jnp.asarray(np.stack([up_to, alone, alone, alone])[:, None])
     rows = rows.reshape(B, N, NUMBERS, -1, 1, plan.chunk)
     numbers = jnp.where(to_rank(masks, 6), rows, 0).sum(-1).reshape(B, N, NUMBERS, -1)
-    return Inputs(query, key, value, numbers, padded_state(operands.initial_state, query, value))
+    decays = None
+    if of_channels:
+        number = jnp.arange(numbers.shape[-1]) % plan.chunk
+        c = jnp.broadcast_to(number.astype(jnp.float32), (B, N, 1, numbers.shape[-1]))
+        numbers = jnp.concatenate([c, numbers[:, :, 1:]], 2)
+        decays = _channel_decays(plan, operands, multiples[0])
+    return Inputs(query, key, value, numbers, padded_state(operands.initial_state, query, value), decays)
+
+
+def _channel_decays(plan: Plan, operands: Operands, multiple: int) -> jax.Array:
+    """Returns the logarithms of the decays of channels as two numbers of bfloat16, which add up to them."""
+    g = padded_rows(plan, operands, log_decay(operands), multiple)
+    return jnp.stack([g.astype(jnp.bfloat16), rounding_of(g, jnp.bfloat16)])
 
 
 def _padding(plan: Plan, T: int) -> int:
@@ -148,13 +163,17 @@ def gradient_specs(residuals: Residuals, *cotangents: Any) -> Any:
     *batch, _, heads, _ = operands.value
     numbers, state = PartitionSpec(*batch, None, heads), PartitionSpec(*batch, heads, None, None)
     rows = {name: getattr(operands, name) for name in ("query", "key", "value")}
-    return rows | {"log_decay": numbers, "beta": numbers, "initial_state": state}
+    given = operands.log_decay
+    decays = operands.value if given is not None and len(given) == len(operands.value) else numbers
+    beta = None if operands.beta is None else numbers
+    return rows | {"log_decay": decays, "beta": beta, "initial_state": state}
 
 
 def log_decay_gradient(operands: Operands, dg: jax.Array) -> jax.Array:
-    """Returns the gradient of `log_decay` in its own shape from that of each token, float32 `[..., T, N]`."""
+    """Returns the gradient of `log_decay` in its own shape from float32 `[..., T, N]` or `[..., T, N, H]`."""
     given = operands.log_decay
     assert given is not None
-    g = jnp.broadcast_to(log_decay(operands)[..., 0], dg.shape)
+    g = log_decay(operands)
+    g = jnp.broadcast_to(g if dg.ndim == g.ndim else g[..., 0], dg.shape)
     dg = jnp.where(g == NEVER, 0, dg)
     return (dg.sum(range(dg.ndim - 1)) if given.ndim == 1 else dg.reshape(given.shape)).astype(given.dtype)
