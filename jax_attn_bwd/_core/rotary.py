@@ -1,7 +1,8 @@
 """Rotary position embedding: pairs of features of a head, turned by angles that grow with the position."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 import jax
@@ -10,6 +11,8 @@ import numpy as np
 
 from jax_attn_bwd._core import checks, keywords
 from jax_attn_bwd._core.numerics import accumulator_dtype, to_rank
+
+_LARGEST_SIZE = 1024  # of a head
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,23 @@ class Rotary:
         return np.asarray(self.frequencies)
 
 
-Rotary.__init__ = keywords.known(Rotary.__init__)  # type: ignore[method-assign]
+def _guarded(init: Callable[..., None]) -> Callable[..., None]:
+    """Returns the constructor, which takes no size of a head for a base: elsewhere the size comes first."""
+
+    @wraps(init)
+    def guarded(self: Rotary, *args: Any, **kwargs: Any) -> None:
+        if args and isinstance(args[0], int) and args[0] <= _LARGEST_SIZE:
+            expected, got = "have its name where it could be a size", f"Rotary({args[0]})"
+            remedy = (
+                f"all features of a head are turned by Rotary(), {args[0]} of them by Rotary(size={args[0]})"
+            )
+            raise ValueError(checks.message("Rotary", "base", expected, got, remedy))
+        init(self, *args, **kwargs)
+
+    return guarded
+
+
+Rotary.__init__ = keywords.known(_guarded(Rotary.__init__))  # type: ignore[method-assign]
 
 
 def checked(operator: str, rotary: Any, H: int) -> Rotary | None:

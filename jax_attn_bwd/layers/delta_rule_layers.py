@@ -44,7 +44,7 @@ W = 2 H + G Hv, C = K W.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, ClassVar, Literal, NamedTuple, Self, TypedDict
 
@@ -58,6 +58,7 @@ from jax_attn_bwd._core.sharding import reshard_like
 from jax_attn_bwd._core.types import Implementation
 from jax_attn_bwd.ops.linear_attention import gated_delta_rule
 
+_SIZES = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
 _UNIT_EPSILON = 1e-6  # added to the squared length of queries and keys
 Linears = Mapping[str, Callable[[jax.Array], jax.Array]]  # projections by name, over the last axis
 Arrays = Mapping[str, jax.Array]  # the other parameters by name
@@ -117,16 +118,19 @@ class Config:
     cache: ClassVar[type[DeltaRuleCache]]
 
     @classmethod
-    def of(cls, sizes: tuple[Any, ...], keywords: Mapping[str, Any], **own: Any) -> Self:
-        """Returns the configuration of a layer from its sizes, its keywords and `own`, checked."""
-        K, N, H, Hv = sizes
-        given = checks.complete(f"{cls.layer}.__init__", cls, Keywords, keywords) | own
-        return cls(K, N, H, Hv, **given)
+    def of(cls, arguments: Mapping[str, Any], unbatched: bool = False) -> Self:
+        """Returns the configuration of a layer from the arguments of its constructor, checked.
+
+        Among them are those of the framework alone; `Keywords` are its `options`, but in linen.
+        """
+        names, given = {field.name for field in fields(cls)}, dict(arguments)
+        if "options" in given:
+            given |= checks.complete(f"{cls.layer}.__init__", cls, Keywords, given["options"])
+        return cls(**{name: x for name, x in given.items() if name in names}, unbatched=unbatched)
 
     def __post_init__(self) -> None:
         """Checks everything that the operator does not."""
-        sizes = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
-        for name in sizes + (() if self.in_features is None else ("in_features",)):
+        for name in (*_SIZES, "conv_kernel_dim", *(() if self.in_features is None else ("in_features",))):
             checks.integer(self.layer, name, getattr(self, name), least=1)
         if self.num_value_heads % self.num_key_heads:
             expected = f"be a multiple of num_key_heads = {self.num_key_heads}"

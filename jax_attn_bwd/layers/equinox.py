@@ -595,9 +595,7 @@ class GatedDeltaNet(DeltaRuleLayer[GatedDeltaNetCache]):
           dtype: dtype of the parameters.
           key: a PRNG key for the parameters.
         """
-        sizes = num_key_heads, num_value_heads, key_head_dim, value_head_dim
-        config = gated_delta_net.Config.of(sizes, options, in_features=in_features, unbatched=True)
-        self._build(config, dtype, key)
+        self._build(gated_delta_net.Config, locals())
 
 
 class KimiDeltaAttention(DeltaRuleLayer[KimiDeltaAttentionCache]):
@@ -649,9 +647,7 @@ class KimiDeltaAttention(DeltaRuleLayer[KimiDeltaAttentionCache]):
           dtype: dtype of the parameters.
           key: a PRNG key for the parameters.
         """
-        sizes = num_heads, head_dim
-        config = kimi_delta_attention.Config.of(sizes, options, in_features=in_features, unbatched=True)
-        self._build(config, dtype, key)
+        self._build(kimi_delta_attention.Config, locals())
 
 
 def load_torch(layer: _Layer, state: Mapping[str, Any], prefix: str = "") -> _Layer:

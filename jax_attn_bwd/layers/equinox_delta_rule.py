@@ -19,12 +19,13 @@ class DeltaRuleLayer(keywords.ChecksNames, eqx.Module, Generic[_Cache]):
 
     config: delta_rule_layers.Config = eqx.field(static=True)
 
-    def _build(self, config: delta_rule_layers.Config, dtype: Any, key: jax.Array) -> None:
-        """Makes the parameters."""
+    def _build(self, kind: type[delta_rule_layers.Config], arguments: dict[str, Any]) -> None:
+        """Makes the layer of the arguments of its constructor."""
+        config, dtype = kind.of(arguments, unbatched=True), arguments["dtype"]
         width, C = config.in_features, config.channels
         made: dict[str, Any] = {}
         dtype = jnp.result_type(float) if dtype is None else dtype
-        keys = iter(jax.random.split(key, len(config.projections) + len(config.vectors) + 2))
+        keys = iter(jax.random.split(arguments["key"], len(config.projections) + len(config.vectors) + 2))
         for name, (inner, out) in {**config.projections, config.out_proj: (config.values, width)}.items():
             sizes: Any = (width if inner is None else inner, out)
             made[name] = trees.linear(*sizes, bias=None, dtype=dtype, key=next(keys))

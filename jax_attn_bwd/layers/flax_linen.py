@@ -478,8 +478,7 @@ class GatedDeltaNet(keywords.ChecksNames, nn.Module):
         Args:
           seq_lengths, segment_ids: see `jax_attn_bwd.layers.delta_rule_layers`.
         """
-        sizes = self.num_key_heads, self.num_value_heads, self.key_head_dim, self.value_head_dim
-        return _by_delta_rule(self, gated_delta_net.Config, sizes, x, seq_lengths, segment_ids)
+        return _by_delta_rule(self, gated_delta_net.Config, x, seq_lengths, segment_ids)
 
 
 class KimiDeltaAttention(keywords.ChecksNames, nn.Module):
@@ -528,17 +527,13 @@ class KimiDeltaAttention(keywords.ChecksNames, nn.Module):
         Args:
           seq_lengths, segment_ids: see `jax_attn_bwd.layers.delta_rule_layers`.
         """
-        sizes = self.num_heads, self.head_dim
-        return _by_delta_rule(self, kimi_delta_attention.Config, sizes, x, seq_lengths, segment_ids)
+        return _by_delta_rule(self, kimi_delta_attention.Config, x, seq_lengths, segment_ids)
 
 
-def _by_delta_rule(
-    layer: Any, kind: type[delta_rule.Config], sizes: tuple[int, ...], x: Any, *told: Any
-) -> jax.Array:
+def _by_delta_rule(layer: Any, kind: type[delta_rule.Config], x: Any, *told: Any) -> jax.Array:
     """Calls a layer around the delta rule, within its compact call."""
     # The parameters, made where there are none yet.
-    options = {name: getattr(layer, name) for name in delta_rule.Keywords.__annotations__}
-    config = kind.of(sizes, options)
+    config = kind.of(vars(layer))
     x = config.tokens(x)
     dense, holder = partial(_dense(layer), use_bias=False), partial(_Holder, param_dtype=layer.param_dtype)
     linears = {name: dense(width, name=name) for name, (_, width) in config.projections.items()}

@@ -474,13 +474,13 @@ class MultiScaleDeformableAttention(keywords.ChecksNames, nnx.Module):
 
 
 class _DeltaRuleLayer(keywords.ChecksNames, nnx.Module):
-    def _build(
-        self, config: delta_rule.Config, *, decode: bool, dtype: Any, kernel_init: Any, **shared: Any
-    ) -> None:
+    def _build(self, kind: type[delta_rule.Config], arguments: dict[str, Any]) -> None:
         """Makes the layer of the arguments of its constructor."""
-        self.config, self.decode, width, C = config, decode, config.in_features, config.channels
-        linear: Any = partial(nnx.Linear, use_bias=False, dtype=dtype, kernel_init=kernel_init, **shared)
-        linear = partial(linear, precision=config.precision)
+        self.config, self.decode = kind.of(arguments), arguments["decode"]
+        config, width, C = self.config, self.config.in_features, self.config.channels
+        shared = {name: arguments[name] for name in ("param_dtype", "rngs")}
+        of_linears = {name: arguments[name] for name in ("dtype", "kernel_init")} | shared
+        linear: Any = partial(nnx.Linear, use_bias=False, precision=config.precision, **of_linears)
         for name, (inner, out) in config.projections.items():
             setattr(self, name, linear(width if inner is None else inner, out))
         conv: Any = partial(nnx.Conv, C, C, config.conv_kernel_dim, feature_group_count=C, use_bias=False)
@@ -577,10 +577,7 @@ class GatedDeltaNet(_DeltaRuleLayer):
         rngs: nnx.Rngs,
         **options: Unpack[delta_rule.Keywords],
     ):
-        sizes = num_key_heads, num_value_heads, key_head_dim, value_head_dim
-        config = gated_delta_net.Config.of(sizes, options, in_features=in_features)
-        shared: Any = dict(dtype=dtype, param_dtype=param_dtype, kernel_init=kernel_init, rngs=rngs)
-        self._build(config, decode=decode, **shared)
+        self._build(gated_delta_net.Config, locals())
 
 
 class KimiDeltaAttention(_DeltaRuleLayer):
@@ -621,10 +618,7 @@ class KimiDeltaAttention(_DeltaRuleLayer):
         rngs: nnx.Rngs,
         **options: Unpack[delta_rule.Keywords],
     ):
-        sizes = num_heads, head_dim
-        config = kimi_delta_attention.Config.of(sizes, options, in_features=in_features)
-        shared: Any = dict(dtype=dtype, param_dtype=param_dtype, kernel_init=kernel_init, rngs=rngs)
-        self._build(config, decode=decode, **shared)
+        self._build(kimi_delta_attention.Config, locals())
 
 
 def load_torch(layer: nnx.Module, state: Mapping[str, Any], prefix: str = "") -> None:

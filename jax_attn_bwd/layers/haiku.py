@@ -445,8 +445,7 @@ class GatedDeltaNet(_DeltaRuleLayer):
         **options: Unpack[delta_rule.Keywords],
     ):
         super().__init__(name=name)
-        sizes = num_key_heads, num_value_heads, key_head_dim, value_head_dim
-        self.config, self.decode = gated_delta_net.Config.of(sizes, options), decode
+        self.config, self.decode = gated_delta_net.Config.of(locals()), decode
         self._w_init = w_init or _XAVIER
 
 
@@ -485,8 +484,7 @@ class KimiDeltaAttention(_DeltaRuleLayer):
         **options: Unpack[delta_rule.Keywords],
     ):
         super().__init__(name=name)
-        sizes = num_heads, head_dim
-        self.config, self.decode = kimi_delta_attention.Config.of(sizes, options), decode
+        self.config, self.decode = kimi_delta_attention.Config.of(locals()), decode
         self._w_init = w_init or _XAVIER
 
 

@@ -74,12 +74,11 @@ class Config(shared.Config):
     cache: ClassVar[type[shared.DeltaRuleCache]] = KimiDeltaAttentionCache
 
     @classmethod
-    def of(cls, sizes: tuple[Any, ...], keywords: Mapping[str, Any], **own: Any) -> Self:
-        """Returns the configuration of a layer from (num_heads, head_dim), keywords and `own`, checked."""
-        for name, size in zip(("num_heads", "head_dim"), sizes, strict=True):
-            checks.integer(cls.layer, name, size, least=1)
-        N, H = sizes
-        return super().of((N, N, H, H), keywords, **own)
+    def of(cls, arguments: Mapping[str, Any], unbatched: bool = False) -> Self:
+        """Returns the configuration of a layer from the arguments of its constructor, checked."""
+        N, H = (checks.integer(cls.layer, x, arguments[x], least=1) for x in ("num_heads", "head_dim"))
+        sizes = dict(num_key_heads=N, num_value_heads=N, key_head_dim=H, value_head_dim=H)
+        return super().of({**arguments, **sizes}, unbatched)
 
     @property
     def projections(self) -> dict[str, tuple[int | None, int]]:

@@ -202,6 +202,10 @@ def test_errors_of_rotary_and_attention_fn():
     ):
         with pytest.raises(error, match=f"Rotary: {words}"):
             Rotary(**arguments)
+    with pytest.raises(ValueError, match=r"base must have its name.*got Rotary\(64\).*Rotary\(size=64\)"):
+        Rotary(64)  # elsewhere the size of a head comes first
+    assert Rotary(64.0) == Rotary(base=64) == Rotary(base=64.0)
+    assert Rotary(10_000) == Rotary()
     q, k = jnp.ones((1, 2, 4)), jnp.ones((5, 2, 4))
     with pytest.raises(ValueError, match="query_positions must be given with rotary"):
         attention_fn(q, k, k, rotary=Rotary(), deterministic=True)

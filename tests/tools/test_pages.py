@@ -2,17 +2,13 @@
 
 import ast
 import importlib
-import math
 import re
 import sys
 from pathlib import Path
 
-import jax
-import numpy as np
 import pytest
 
 import jax_attn_bwd
-from jax_attn_bwd._core.jaxpr.walk import called_jaxpr
 
 DOCS = Path(__file__).parents[2] / ".docs"
 
@@ -62,47 +58,6 @@ def test_the_calls_of_models_name_what_there_is():
     for call in calls:
         nodes = [node for node in ast.walk(ast.parse(call)) if isinstance(node, ast.Call)]
         assert {node.func.id for node in nodes if isinstance(node.func, ast.Name)} <= known, call
-
-
-@pytest.mark.parametrize(
-    ("buckets", "longest", "far", "bucket"), [(32, 939, 728, 31), (128, 441, 168, 95), (16, 800, 80, 12)]
-)
-def test_the_buckets_of_t5_begin_where_its_float32_does(buckets, longest, far, bucket):
-    """Exact arithmetic gives 30 and 96, a product with a quotient 11."""
-    text = (DOCS / "pages" / "models.md").read_text()
-    (code,) = re.findall(r"^def t5_starts.*?^(?=\S)(?!def t5_starts)", text, re.MULTILINE | re.DOTALL)
-    exec(code, names := {"np": np, "math": math})
-    assert sum(far >= start for start in names["t5_starts"](buckets, longest)) == bucket
-
-
-def products(jaxpr) -> int:
-    """Operations of all products: loops count as often as they run, of branches the dearest."""
-    total = 0
-    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        inner = equation.params.get("branches") or ([found] if (found := called_jaxpr(equation)) else [])
-        if equation.primitive.name == "scan":
-            inner = [equation.params["jaxpr"]]
-        total += equation.params.get("length", 1) * max(map(products, inner), default=0)
-        if equation.primitive.name == "dot_general":
-            (contracted, _), _ = equation.params["dimension_numbers"]
-            shape = equation.invars[0].aval.shape
-            total += 2 * equation.outvars[0].aval.size * math.prod(shape[axis] for axis in contracted)
-    return total
-
-
-def test_operations_by_formula():
-    """Those of dense attention in tiles; `cost_analysis` counts those of one tile."""
-    text = (DOCS / "pages" / "measuring.md").read_text()
-    (cells,) = re.findall(r"^\| dense attention.*\| `(.*?)`.*\| `(.*?)` \|$", text, re.MULTILINE)
-    sizes = dict(B=1, N=2, T=2048, S=2048, H=32, Hv=16)
-    q, k = (jax.ShapeDtypeStruct((1, sizes[x], 2, 32), np.float32) for x in "TS")
-    v, dout = (jax.ShapeDtypeStruct((1, sizes[x], 2, 16), np.float32) for x in "ST")
-    attend = lambda *x: jax_attn_bwd.dot_product_attention(*x)
-    step = lambda dout, *x: jax.vjp(attend, *x)[1](dout)
-    forward = products(jax.make_jaxpr(attend)(q, k, v))
-    both = products(jax.make_jaxpr(step)(dout, q, k, v))
-    expected = [eval(re.sub(" ([+/]) ", r"\1", cell).replace(" ", "*"), {}, sizes) for cell in cells]
-    assert [forward, both - forward] == expected
 
 
 def test_what_people_type_is_on_a_page():

@@ -1,5 +1,8 @@
 """What nothing sees reaches nothing; static keys; symbolic lengths."""
 
+import importlib
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +11,7 @@ from compat.programs import outputs_and_gradients
 from compat.torch.calls import D, E, H, L, N, S, arrays, call
 from helpers import assert_close
 
+import jax_attn_bwd
 from jax_attn_bwd.compat import torch as compat
 
 
@@ -33,6 +37,46 @@ def test_nan_that_nothing_sees_reaches_nothing():
     assert np.isnan(poisoned["key"]).any()
     expected, got = everything(given), everything({**given, **poisoned})
     jax.tree.map(lambda x, y: assert_close(x, y, 1e-13), got, expected)
+
+
+@pytest.mark.thorough
+def test_a_row_of_torch_that_sees_nothing():
+    """What README says: 0 with gradient 0 from its functions, from its module NaN or the bias alone."""
+    torch = pytest.importorskip("torch")
+    q, k, v = np.random.default_rng(0).standard_normal((3, 1, 3, 2, 4))
+    seen = np.array([[True, False, True], [False] * 3, [True] * 3])
+
+    def theirs(q, k, v):
+        q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
+        attend = torch.nn.functional.scaled_dot_product_attention
+        return attend(q, k, v, torch.tensor(seen)).swapaxes(1, 2)
+
+    tensors = [torch.tensor(x, requires_grad=True) for x in (q, k, v)]
+    expected = theirs(*tensors)
+    expected.sum().backward()
+    out, pullback = jax.vjp(lambda *x: jax_attn_bwd.dot_product_attention(*x, mask=seen), q, k, v)
+    assert_close(out, expected.detach(), 1e-13)
+    for found, tensor in zip(pullback(jnp.ones_like(out)), tensors, strict=True):
+        assert_close(found, tensor.grad, 1e-13)
+    assert not out[0, 1].any()
+    assert not expected[0, 1].any()
+    assert not tensors[0].grad[0, 1].any()
+
+    flex = importlib.import_module("torch.nn.attention.flex_attention").flex_attention
+    hidden = lambda logit, batch, head, row, column: torch.where(row == 1, -torch.inf, logit)
+    with warnings.catch_warnings(action="ignore"):  # it is not compiled
+        out, lse = flex(*(x.detach().swapaxes(1, 2) for x in tensors), hidden, return_lse=True)
+    assert not out[0, :, 1].any()
+    assert (lse[0, :, 1] == -torch.inf).all()
+
+    module = torch.nn.MultiheadAttention(8, 2, batch_first=True).double()
+    torch.nn.init.ones_(module.out_proj.bias)
+    x = torch.tensor(q.reshape(1, 3, 8))
+    rows = [
+        module(x, x, x, attn_mask=~torch.tensor(seen), need_weights=asked)[0][0, 1] for asked in (True, False)
+    ]
+    assert rows[0].isnan().all()
+    assert (rows[1] == 1).all()
 
 
 @pytest.mark.thorough

@@ -15,7 +15,7 @@ KERNELS = {
     "out_kernel": (N, H, E),
 }
 OPTIONS = {
-    "masked": {"key_value_seq_lengths": jnp.array([0, 4]), "rotary": Rotary(H)},
+    "masked": {"key_value_seq_lengths": jnp.array([0, 4]), "rotary": Rotary()},
     "dropout": {"out_dropout_rate": 0.5, "dropout_key": jax.random.key(0), "add_residual": True},
 }
 
