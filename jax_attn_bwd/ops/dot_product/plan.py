@@ -34,7 +34,7 @@ WAYS = (
         "planes in turn",
         "portable/planes.py",
         "GPU: full attention, padding, a bias, beyond 2 GiB of one plane of all",
-        "0.99 to 1.03 of the plain formula's bytes in 0.19 to 0.25 of its memory, compiled for an H100",
+        "bfloat16: 0.99 to 1.03 of the plain formula's bytes, 0.19 to 0.25 of its memory, for an H100",
     ),
     Way("tiles", "portable/tiles.py", "all else; on GPUs functions, dropout and symbolic sizes alone"),
     Way(
