@@ -128,15 +128,15 @@ def _dense() -> Iterator[Question]:
             ("mosaic_gpu", ours),
             (Variant("cudnn", other, predicted, follows),),
         )
-    planes = {"planes": 1.3, "whole_rows": 1.2}  # rules, and the quotient without each
+    planes = {"planes": 1.3, "whole_rows": 1.2, "fused_dp": 1.1}  # rules, and the quotient without each
     for B, T, N, H, dtype, bias, options, of_plain, rules in (
-        (4, 4096, 16, 128, jnp.bfloat16, False, {}, 0.93, planes),
+        (4, 4096, 16, 128, jnp.bfloat16, False, {}, 1.01, planes),
         (4, 4096, 16, 128, jnp.bfloat16, False, causal, 1.06, {"strips": 1.3}),
-        (32, 512, 12, 64, jnp.bfloat16, False, {"padding": True}, 0.94, planes),
-        (1, 2048, 16, 64, jnp.bfloat16, True, {}, 1.03, {"planes": 2.3}),
-        (4, 4096, 16, 128, jnp.bfloat16, True, {}, 0.82, {"planes": 1.5}),
-        (32, 128, 12, 64, jnp.float32, False, {}, 0.95, planes),
-        (4, 2048, 16, 64, jnp.float32, False, {}, 0.82, {"planes": 1.3}),
+        (32, 512, 12, 64, jnp.bfloat16, False, {"padding": True}, 1.01, planes),
+        (1, 2048, 16, 64, jnp.bfloat16, True, {}, 1.03, {"planes": 2.3, "fused_dp": 1.1}),
+        (4, 4096, 16, 128, jnp.bfloat16, True, {}, 0.97, {"planes": 1.5, "fused_dp": 1.1}),
+        (32, 128, 12, 64, jnp.float32, False, {}, 0.98, planes),
+        (4, 2048, 16, 64, jnp.float32, False, {}, 0.98, {"planes": 1.3, "fused_dp": 1.1}),
         (4, 2048, 16, 64, jnp.float32, False, causal, 1.1, {"strips": 1.3}),
     ):
         kind = ", ".join([jnp.dtype(dtype).name, *options, *(["bias"] if bias else [])])
@@ -149,6 +149,50 @@ def _dense() -> Iterator[Question]:
             others.append(Variant(f"xla, without {rule}", ours, quotient, follows, (rule,)))
         arrays = partial(_dense_arrays, B, T, N, H, dtype, bias)
         yield Question(f"dense B{B} T{T} N{N} H{H}, {kind}", arrays, ("xla", ours), tuple(others))
+
+
+def _gated(tiny: bool) -> tuple[jax.Array, ...]:
+    B, T, N, H = (1, 128, 2, 16) if tiny else (1, 4096, 8, 128)
+    *rows, decay, beta = _draw(*[(B, T, N, H)] * 4, (B, T, N), (B, T, N))
+    narrow = (x.astype(jnp.bfloat16) for x in (*rows, -jax.nn.softplus(decay), jax.nn.sigmoid(beta)))
+    return tuple(narrow)
+
+
+def _linear() -> Iterator[Question]:
+    """Asks whether Hopper's kernels of linear attention are ahead, and what pieces of the sequence gain."""
+
+    def formula(*arrays):
+        return plain.chunk_form(1e-6, *(x.astype(jnp.float32) for x in arrays)).astype(arrays[0].dtype)
+
+    named = lambda name: partial(jab.gated_delta_rule, l2_norm_epsilon=1e-6, implementation=name)
+    kernels, portable = named("mosaic_gpu"), named("xla")
+    no_pieces, no_product = "linear_pieces", "linear_one_product"
+    chunks = (Variant("plain", formula, 4.0, "portable code is mended there"),)
+    drawn = "B1 T4096 N8 H128"
+    yield Question(
+        f"gated delta rule {drawn}",
+        _gated,
+        ("mosaic_gpu", kernels),
+        (
+            Variant("xla", portable, 8.0, "no line of `GENERATIONS` for these kernels"),
+            Variant(
+                f"mosaic_gpu, without {no_pieces}", kernels, 1.8,
+                f"the rule `{no_pieces}` does not hold at such sizes", (no_pieces,),
+            ),
+        ),
+    )  # fmt: skip
+    yield Question(
+        f"gated delta rule {drawn}, portable",
+        _gated,
+        ("xla", portable),
+        (
+            *(chunks if plain.solves_end() else ()),
+            Variant(
+                f"xla, without {no_product}", portable, 2.0,
+                f"the rule `{no_product}` does not hold at such sizes", (no_product,),
+            ),
+        ),
+    )  # fmt: skip
 
 
 def _softmax() -> Iterator[Question]:
@@ -259,7 +303,7 @@ def _graph_call(operator: str, nodes: int, edges: int, heads: int, width: int, t
 
 def questions() -> tuple[Question, ...]:
     """Lists all, the most important first."""
-    return (*_deformable(), *_graphs(), *_dense(), *_softmax())
+    return (*_deformable(), *_graphs(), *_dense(), *_linear(), *_softmax())
 
 
 # ---- the answers

@@ -155,6 +155,11 @@ class Result(NamedTuple):
     lse_rounding: jax.Array | None  # [..., T, N], its rounding; None = 0
     wide_out: jax.Array | None = None  # [..., T, N, Hv], out before it is rounded, where that is kept
 
+    @property
+    def is_wide(self) -> bool:
+        """Tells whether `widest_out` is as it was summed, not rounded."""
+        return self.wide_out is not None or self.out.dtype == self.lse.dtype
+
     def widest_out(self) -> jax.Array:
         """Returns `out` in the dtype of lse, not rounded where that is kept, for sums over the row."""
         return (self.out if self.wide_out is None else self.wide_out).astype(self.lse.dtype)

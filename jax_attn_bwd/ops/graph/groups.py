@@ -171,7 +171,7 @@ def belong_together(graph: Any) -> bool:
     count = np.diff(offsets)
     if len(count) != graph.num_dst or (count < 0).any() or not 0 == offsets[0] <= offsets[-1] <= room:
         return False
-    if number.shape != (room,) or (np.sort(number) != np.arange(room)).any():
+    if not graph.indices.shape == number.shape == (room,) or (np.sort(number) != np.arange(room)).any():
         return False
     node = np.pad(np.repeat(np.arange(graph.num_dst), count), (0, room - offsets[-1]), constant_values=-1)
     src, dst = np.full(room + 1, -1), np.full(room + 1, -1)
@@ -182,6 +182,11 @@ def belong_together(graph: Any) -> bool:
         (graph.by_destination, graph.num_dst, dst, src),
         (graph.by_source, graph.num_src, src, dst),
     ):
+        slots = groups.number.shape
+        if len(slots) != 2 or groups.other.shape != slots or groups.node.shape != slots[:1]:
+            return False
+        if (groups.number < 0).any():
+            return False
         held = groups.number[groups.number < room]
         if (np.bincount(held, minlength=room) != (own[:room] >= 0)).any():
             return False

@@ -81,6 +81,14 @@ def test_the_order_of_other_groups_is_refused(build):
             call(mixed)
 
 
+@pytest.mark.parametrize("field", ["node", "other", "number"])
+def test_groups_of_other_sizes_are_refused(field, build):
+    graph = build(0)
+    cut = {field: getattr(graph.by_source, field)[:-1]}
+    with pytest.raises(ValueError, match="graph_attention: the graph must hold groups and schedules"):
+        call(replace(graph, by_source=graph.by_source._replace(**cut)))
+
+
 def test_arrays_that_are_known_are_not_read_again(build, monkeypatch):
     """Those that a constructor made, and a batch; others are, once for each object."""
     graph, asked = build(), []

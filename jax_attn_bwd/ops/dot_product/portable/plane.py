@@ -11,6 +11,7 @@ the probabilities are one array, normalised and rounded as the products read the
 made of it. Neither has axes of size 1: what leaves them out would stand between a reduction and its operand.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -150,6 +151,52 @@ def _derivatives_of_whole_rows(p: jax.Array, dp: jax.Array, dlse: Any) -> tuple[
     return lax.expand_dims(rows * (drows - delta), ones), lax.expand_dims(delta, ones)
 
 
+def _derivatives_by_products(
+    plane: Plane, p: jax.Array, dout: jax.Array, dlse: Any, result: Result
+) -> tuple[jax.Array, jax.Array]:
+    """Computes what `_derivatives_of_whole_rows` does, most of it at the end of the product (6).
+
+    XLA:GPU takes arrays, and what repeats a row's value, into the end of a product with one batch axis; it
+    takes nothing else that computes them, and no conversion. Where p and `out` are as wide as sums, the
+    product ends in (8). Where they are narrow, it subtracts <dout, out>, which lacks what rounding took from
+    `out`, and writes the rest of dp, rounded; the kernel of whole rows subtracts what p and that sum to.
+    """
+    is_wide = p.dtype == plane.dtype and result.is_wide
+    out = layout.split_heads(result.widest_out() if is_wide else result.out, dout.shape[-3])
+    wide_dout, wide_out = (x.astype(plane.dtype) for x in (dout, out))
+    delta = sum_of_products(wide_dout, wide_out, keepdims=True)  # (7)
+    if not is_wide:
+        delta = lax.stop_gradient(delta)  # (8) does not depend on it: p sums to 1
+    elif dlse is not None:
+        delta = delta - dlse
+
+    # Batch and heads are one axis, and so are the rows of all groups.
+    flat = lambda x: x.reshape(-1, math.prod(x.shape[-3:-1]), x.shape[-1])
+    given = flat(dout.astype(plane.v.dtype)), flat(delta), flat(p)
+    flat_dout, subtracted, factor = fusion.barrier(given)
+    v = plane.v.reshape(-1, *plane.v.shape[-2:])
+    rest = einsum("bth,bsh->bts", flat_dout, v, **plane.product) - subtracted
+    if is_wide:
+        return fusion.barrier(factor * rest).reshape(p.shape), delta
+    rest = fusion.barrier(rest.astype(p.dtype)).reshape(p.shape)
+    dlogits, left = _derivatives_of_whole_rows(p, rest.astype(plane.dtype), dlse)
+    return dlogits, delta + left
+
+
+def _rounded_for_bias(plane: Plane, wanted: Iterable[str], dlogits: jax.Array) -> jax.Array:
+    """Rounds (8) as products read it, so that the gradient of the bias is summed of the same array.
+
+    Else it is formed twice. Not where that sums over the keys of a row, whose (8) add up to 0, nor where the
+    narrow dtype lacks the range of the wide one, nor where products read something else.
+    """
+    bias, narrow = plane.bias, plane.dlogits_dtype
+    has_range = jnp.finfo(narrow).maxexp == jnp.finfo(plane.dtype).maxexp
+    is_read = plane.options.logits_soft_cap is None and plane.places is None
+    if bias is None or "bias" not in wanted or not (has_range and is_read):
+        return dlogits
+    return fusion.barrier(dlogits.astype(narrow)) if bias.shape[-1] == dlogits.shape[-1] else dlogits
+
+
 def _in_reach(schedule: Materialized, operands: Operands) -> Operands:
     """Returns the operands without the keys that no query sees whatever the arrays hold."""
     if schedule.keys is None:
@@ -219,7 +266,7 @@ def _of_reached_keys(
     """Computes the gradients of operands of which no key is out of reach.
 
     Where these keys are all that the queries attend to, the softmax is formed as in the forward, and delta as
-    sum_s p_ts dp_ts: nothing else is needed of the forward.
+    sum_s p_ts dp_ts: nothing else is needed of the forward, but `out` where `Materialized.fused_dp` is true.
     """
     options, names = plan.options, wanted.names
     if wanted.alone:
@@ -238,13 +285,17 @@ def _of_reached_keys(
         p = probabilities(whole, None, schedule.whole_rows)
         if names <= {"value"}:
             return gradients(whole, names, p, dout, None, None)
-        dp: Any = whole.through_values(dout)
         if schedule.whole_rows:
-            dlogits, delta = _derivatives_of_whole_rows(p, dp, None if dlse is None else dlse[..., None])
+            of_rows = None if dlse is None else dlse[..., None]
+            if schedule.fused_dp:
+                dlogits, delta = _derivatives_by_products(whole, p, dout, of_rows, result)
+            else:
+                dlogits, delta = _derivatives_of_whole_rows(p, whole.through_values(dout), of_rows)
             grads = gradients(whole, names & {"value"}, p, dout, None, None)
-            grads |= gradients_of_logits(whole, names - {"value"}, dlogits)
+            grads |= gradients_of_logits(whole, names - {"value"}, _rounded_for_bias(whole, names, dlogits))
             delta = delta[..., 0]
         else:
+            dp: Any = whole.through_values(dout)
             delta = sum_of_products(p, dp)  # (7)
             delta = delta if dlse is None else delta - dlse
             grads = gradients(whole, names, p, dout, dp, delta[..., None])
@@ -298,7 +349,8 @@ def _in_shapes_of_operands(plane: Plane, wanted: Iterable[str], grads: dict[str,
         grads["mod_args"] = jax.tree.map(jnp.zeros_like, trees.floats(plane.operands.mod_args))
     bias = plane.operands.bias
     if plane.bias is not None and bias is not None and "bias" in wanted:
-        grads["bias"] = reduce_to(grads["bias"], plane.bias.shape).reshape(bias.shape)
+        dbias = grads["bias"].astype(plane.dtype)
+        grads["bias"] = reduce_to(dbias, plane.bias.shape).reshape(bias.shape)
     return grads
 
 

@@ -48,8 +48,10 @@ def backward(
         given = {name: operands.array(name) for name in wanted.names}
         is_whole = lambda name: name not in shared and varying(given[name]) == varying(alike.array(name))
 
+        of_slice = Materialized(whole_rows=schedule.whole_rows, fused_dp=schedule.fused_dp)
+
         def run(*slices):
-            grads = plane.backward(plan, Materialized(whole_rows=schedule.whole_rows), wanted, *slices)
+            grads = plane.backward(plan, of_slice, wanted, *slices)
             return {n: x.astype(given[n].dtype) if is_whole(n) else x for n, x in grads.items()}
 
         grads = _in_turn(schedule, wanted.names, run, alike, *rows)
