@@ -145,7 +145,7 @@ def _backward(plan, interpret, residuals, dout, dfinal):
 
 
 def _reverse(
-    plan: Plan, interpret: bool, given: Inputs, inside: tiles.Inside, dout: jax.Array, dfinal: Any
+    plan: Plan, interpret: bool, given: Inputs, inside: tiles.InsideChunks, dout: jax.Array, dfinal: Any
 ) -> list[jax.Array]:
     """Computes dV, the transposed dS1 of each chunk, that of the first state, and dR of a delta rule."""
     (B, T, _, H), (N, Hv), dtype = given.key.shape, given.value.shape[-2:], given.key.dtype
@@ -177,8 +177,8 @@ def _reverse(
 
 
 def _reverse_kernel(
-    cut: pieces.CutWalk, given: Inputs, inside: tiles.Inside, ends: Any, dfinal_ref, dvalue_ref, dstates_ref,
-    dfirst_ref, *corrections_ref, rings, loaded, free, row_tiles, dstate_tile, state_tile, first,
+    cut: pieces.CutWalk, given: Inputs, inside: tiles.InsideChunks, ends: Any, dfinal_ref, dvalue_ref,
+    dstates_ref, dfirst_ref, *corrections_ref, rings, loaded, free, row_tiles, dstate_tile, state_tile, first,
     started=None, spare=None,
 ):  # fmt: skip
     """Walks over a piece of 64 columns of one value head, the last chunk first; `value` in `given` is dO."""
@@ -267,7 +267,7 @@ def _step(chunk: tiles.ChunkArrays, dstate: jax.Array, spare: Any) -> jax.Array:
 
 
 def _again(
-    plan: Plan, interpret: bool, given: Inputs, inside: tiles.Inside, saved: jax.Array
+    plan: Plan, interpret: bool, given: Inputs, inside: tiles.InsideChunks, saved: jax.Array
 ) -> list[jax.Array]:
     """Computes the transposed S0 of each chunk from `saved` `[g, B, N, H, Hv]`, and U of a delta rule."""
     (B, T, _, H), (N, Hv), dtype = given.key.shape, given.value.shape[-2:], given.key.dtype
@@ -292,7 +292,7 @@ def _again(
 
 
 def _again_kernel(
-    given: Inputs, inside: tiles.Inside, saved, states_ref, *u_ref,
+    given: Inputs, inside: tiles.InsideChunks, saved, states_ref, *u_ref,
     rings, loaded, free, row_tile, narrow_tile, state_tile, first, spare=None,
 ):  # fmt: skip
     """Walks over the chunks of a group."""

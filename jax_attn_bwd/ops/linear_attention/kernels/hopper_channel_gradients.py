@@ -25,7 +25,7 @@ from jax_attn_bwd._core.mosaic_gpu import COLUMNS, ROWS, tile
 from jax_attn_bwd.ops.linear_attention.kernels import hopper_tiles as tiles
 from jax_attn_bwd.ops.linear_attention.kernels.hopper_channels import (
     HALVINGS,
-    Channels,
+    ChannelDecays,
     Taken,
     Units,
     behind,
@@ -163,7 +163,7 @@ class _Half:
         self.beta = rows.beta
         self.query = Units(at.query.at[here], rows.query_factor)
         self.key = Units(at.key.at[here], rows.key_factor)
-        self.channels = Channels(
+        self.channels = ChannelDecays(
             [part.at[here] for part in at.decays],
             None if spare is None else spare.at[here],
             (at.of_rows, at.of_columns),

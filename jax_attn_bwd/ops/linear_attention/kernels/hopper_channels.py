@@ -24,7 +24,7 @@ from jax_attn_bwd.ops.linear_attention.kernels import hopper_tiles as tiles
 from jax_attn_bwd.ops.linear_attention.kernels.hopper_tiles import (
     CHUNK,
     SIZE,
-    Inside,
+    InsideChunks,
     along_columns,
     along_rows,
     row_dot,
@@ -37,7 +37,7 @@ HALVINGS = CHUNK.bit_length() - 1
 Taken = Callable[[jax.Array, jax.Array], jax.Array]  # tells of a token i if a sum takes the token t
 
 
-def inside(options: Options, interpret: bool, given: Inputs, name: str) -> Inside:
+def inside(options: Options, interpret: bool, given: Inputs, name: str) -> InsideChunks:
     """Computes what is known of all chunks before a state is, side by side."""
     if given.decays is None:
         return tiles.planes(options, interpret, given, name)
@@ -58,7 +58,7 @@ def inside(options: Options, interpret: bool, given: Inputs, name: str) -> Insid
         end=plgpu.SMEM((H,), jnp.float32),
         loaded=plgpu.Barrier(num_arrivals=4 * halves + 2),
     )
-    types = Inside(plane, plane if is_delta else None, rows, rows, whole, rows if is_delta else None)
+    types = InsideChunks(plane, plane if is_delta else None, rows, rows, whole, rows if is_delta else None)
     return mosaic_gpu.launch(
         _inside_kernel,
         f"linear_attention_{name}_of_channels",
@@ -75,7 +75,7 @@ def _inside_kernel(
 ):  # fmt: skip
     """Computes the planes and the scaled rows of one chunk of one head."""
     b, n, t = (lax.axis_index(name) for name in ("batch", "head", "chunk"))
-    here, found = tiles.tokens(t), Inside(*results)
+    here, found = tiles.tokens(t), InsideChunks(*results)
     head = lax.div(n, jnp.int32(given.numbers.shape[1] // given.key.shape[2]))
     for h, half in enumerate(halves_of(given.key)):
         plgpu.copy_gmem_to_smem(given.query.at[b, here, head, half], query.at[h], loaded)
@@ -94,7 +94,7 @@ def _inside_kernel(
         queries = [Units(query.at[i], rows.query_factor) for i in h]
         keys = [Units(key.at[i], rows.key_factor) for i in h]
         return (
-            [Channels([part.at[i] for part in decays], spare, (of_rows, of_columns)) for i in h],
+            [ChannelDecays([part.at[i] for part in decays], spare, (of_rows, of_columns)) for i in h],
             queries,
             keys,
         )
@@ -143,7 +143,7 @@ def _inside_kernel(
 
 
 def _products(
-    channels: Sequence["Channels"],
+    channels: Sequence["ChannelDecays"],
     x: Sequence["Units"],
     y: Sequence["Units"],
     scaled: Sequence[Any],
@@ -169,7 +169,7 @@ class Units:
         return tiles.load(self.ref) * along_rows(self.factor)
 
 
-class Channels:
+class ChannelDecays:
     """The decays of 64 channels in a chunk, of their logarithms in shared memory as two numbers."""
 
     def __init__(self, decays: Sequence[Any], spare: Any, numbers: tuple[Any, Any]):

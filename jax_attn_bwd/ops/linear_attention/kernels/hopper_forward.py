@@ -75,8 +75,8 @@ def _forward(plan, interpret, operands):
 
 
 def _kernel(
-    between: int, cut: pieces.CutWalk, given: Inputs, inside: tiles.Inside, ends: Any, out_ref, final_ref,
-    states_ref, *, rings, loaded, free, out_tile, state_tile, first, started=None, spare=None,
+    between: int, cut: pieces.CutWalk, given: Inputs, inside: tiles.InsideChunks, ends: Any, out_ref,
+    final_ref, states_ref, *, rings, loaded, free, out_tile, state_tile, first, started=None, spare=None,
 ):  # fmt: skip
     """Walks over a piece of 64 columns of one value head; a state is saved before each `between` chunks."""
     b, n, piece, wg = (lax.axis_index(name) for name in ("batch", "head", "piece", "wg"))

@@ -60,7 +60,7 @@ class PieceEnds(NamedTuple):
 
 
 def ends(
-    plan: Plan, interpret: bool, given: Inputs, inside: tiles.Inside, step: Callable[..., jax.Array],
+    plan: Plan, interpret: bool, given: Inputs, inside: tiles.InsideChunks, step: Callable[..., jax.Array],
     is_reverse: bool,
 ) -> PieceEnds | None:  # fmt: skip
     """Computes the ends of pieces; None where there is one piece.
@@ -103,7 +103,7 @@ def ends(
 
 def _ends_kernel(
     pieces: CutWalk, step: Callable[..., jax.Array], is_reverse: bool, is_delta: bool, given: Inputs,
-    inside: tiles.Inside, moved_ref, kept_ref, *, rings, loaded, free, state_tile, kept_tiles, spares,
+    inside: tiles.InsideChunks, moved_ref, kept_ref, *, rings, loaded, free, state_tile, kept_tiles, spares,
 ):  # fmt: skip
     """Walks over a piece from the state 0, and under a delta rule from the state I: 64 columns of each."""
     b, n, piece, column, wg = (lax.axis_index(x) for x in ("batch", "head", "piece", "column", "wg"))

@@ -150,7 +150,7 @@ def load_state(source: Any, there: Any, loaded: Any) -> jax.Array:
 # ---- the planes of all chunks, side by side
 
 
-class Inside(NamedTuple):
+class InsideChunks(NamedTuple):
     """What is known of all chunks before a state is, in global memory, in the dtype of the keys."""
 
     reads: Any  # P, [B, N, T, CHUNK]
@@ -162,7 +162,7 @@ class Inside(NamedTuple):
     key: Any = None  # k^, [B, T, N, H], of a delta rule
 
 
-def planes(options: Options, interpret: bool, given: Inputs, name: str) -> Inside:
+def planes(options: Options, interpret: bool, given: Inputs, name: str) -> InsideChunks:
     """Computes P, and for a delta rule M, of all chunks whose channels share their decays."""
     (B, T, _, H), N, dtype = given.key.shape, given.value.shape[2], given.key.dtype
     count = 2 if options.is_delta else 1
@@ -183,7 +183,7 @@ def planes(options: Options, interpret: bool, given: Inputs, name: str) -> Insid
         scratch=scratch | spare_tile(interpret, CHUNK, dtype),
         grid={"chunk": T // CHUNK, "head": N, "batch": B},
     )(given._replace(value=None, state=None))
-    return Inside(*found)
+    return InsideChunks(*found)
 
 
 def _planes_kernel(
@@ -261,7 +261,7 @@ def exact_product(x: jax.Array, b: Sequence[Any], spare: Any) -> jax.Array:
 # ---- copies of what a program walks over
 
 
-class Rows(NamedTuple):
+class FactoredRows(NamedTuple):
     """Rows of tokens in shared memory; what channels share of their factors is kept apart."""
 
     rows: Any  # [CHUNK, H]
@@ -292,17 +292,17 @@ class ChunkArrays(NamedTuple):
         """Loads the numbers of its tokens."""
         return numbers(self.number_rows, layout)
 
-    def from_start(self, numbers: Numbers) -> Rows:
+    def from_start(self, numbers: Numbers) -> FactoredRows:
         """Returns q^."""
-        return Rows(self.query, None if self.end is not None else lambda: numbers.from_start)
+        return FactoredRows(self.query, None if self.end is not None else lambda: numbers.from_start)
 
-    def at_start(self, numbers: Numbers) -> Rows:
+    def at_start(self, numbers: Numbers) -> FactoredRows:
         """Returns k^."""
-        return Rows(self.key, None if self.end is not None else lambda: numbers.at_start)
+        return FactoredRows(self.key, None if self.end is not None else lambda: numbers.at_start)
 
-    def at_end(self, numbers: Numbers) -> Rows:
+    def at_end(self, numbers: Numbers) -> FactoredRows:
         """Returns k~."""
-        return Rows(self.key, lambda: numbers.at_end) if self.end is None else Rows(self.end)
+        return FactoredRows(self.key, lambda: numbers.at_end) if self.end is None else FactoredRows(self.end)
 
     def decayed(self, numbers: Numbers, state: jax.Array) -> jax.Array:
         """Returns a transposed state after the decays of the chunk."""
@@ -317,7 +317,7 @@ def tokens(t: Any) -> Any:
     return pl.ds(t * CHUNK, CHUNK)
 
 
-def rings(stages: int, given: Inputs, inside: Inside) -> dict[str, Any]:
+def rings(stages: int, given: Inputs, inside: InsideChunks) -> dict[str, Any]:
     """Returns the types of rings of `stages` chunks, and of their barriers."""
     H, dtype = given.key.shape[-1], given.key.dtype
     keys, plane = tile((stages, CHUNK, H), dtype), tile((stages, CHUNK, CHUNK), dtype)
@@ -340,7 +340,7 @@ def rings(stages: int, given: Inputs, inside: Inside) -> dict[str, Any]:
     )
 
 
-def sources(given: Inputs, inside: Inside, b: Any, n: Any, columns: Any, t: Any) -> ChunkArrays:
+def sources(given: Inputs, inside: InsideChunks, b: Any, n: Any, columns: Any, t: Any) -> ChunkArrays:
     """Returns where a chunk stands in global memory."""
     head = lax.div(n, jnp.int32(given.value.shape[2] // given.key.shape[2]))
     rows = tokens(t)
