@@ -64,7 +64,9 @@ def inside(options: Options, interpret: bool, given: Inputs, name: str) -> Insid
         f"linear_attention_{name}_of_channels",
         interpret=interpret,
         out_type=types,
-        scratch=scratch | tiles.spare_tile(interpret, CHUNK, jnp.bfloat16),
+        scratch=scratch
+        | tiles.spare_tile(interpret, CHUNK, jnp.bfloat16)
+        | tiles.spare_tile(interpret, CHUNK, dtype, "spare_plane"),
         grid={"chunk": T // CHUNK, "head": N, "batch": B},
     )(given._replace(value=None, state=None))
 
@@ -72,6 +74,7 @@ def inside(options: Options, interpret: bool, given: Inputs, name: str) -> Insid
 def _inside_kernel(
     given: Inputs, *results,
     query, key, decays, scaled, of_rows, of_columns, plane, between, end, loaded, spare=None,
+    spare_plane=None,
 ):  # fmt: skip
     """Computes the planes and the scaled rows of one chunk of one head."""
     b, n, t = (lax.axis_index(name) for name in ("batch", "head", "chunk"))
@@ -126,7 +129,7 @@ def _inside_kernel(
     if found.solved is not None:
         a = products(True) * along_rows(rows.beta)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        write(tiles.solve(a, plane, between, spare), found.solved.at[b, n, here])
+        write(tiles.solve(a, plane, between, spare_plane), found.solved.at[b, n, here])
 
     # q^, k^, k~, exp(c_C)
     for h, half in enumerate(halves_of(given.key)):

@@ -120,9 +120,9 @@ def shared_product(a: Any, b: Any) -> jax.Array:
     return pl.run_scoped(run, plgpu.ACC((a.shape[0], b.shape[1]), jnp.float32))
 
 
-def spare_tile(interpret: bool, width: int, dtype: Any) -> dict[str, Any]:
+def spare_tile(interpret: bool, width: int, dtype: Any, name: str = "spare") -> dict[str, Any]:
     """Returns the shared tile that the interpreter needs for factors in registers, if it is one."""
-    return {"spare": tile((CHUNK, width), dtype)} if interpret else {}
+    return {name: tile((CHUNK, width), dtype)} if interpret else {}
 
 
 def load(ref: Any) -> jax.Array:
