@@ -77,6 +77,7 @@ LAYERS = (
         "ops/linear_attention/kernels/tpu_chunks",
     ),
     ("ops/linear_attention/kernels/tpu_decays",),
+    ("ops/linear_attention/kernels/tpu_erasing",),
     ("ops/linear_attention/kernels/tpu_forward", "ops/linear_attention/kernels/tpu_backward"),
     ("ops/dot_product/devices",),
     ("ops/*/portable/*",),

@@ -83,7 +83,7 @@ def forward(
     return within.reader.times(chunks, before) + out, within.whole * before + written
 
 
-class OfHead(NamedTuple):
+class OfErasingHead(NamedTuple):
     """What a chunk gives of one value head that erases."""
 
     state: jax.Array  # dS0, [H, Hv]
@@ -96,7 +96,7 @@ class OfHead(NamedTuple):
 def backward(
     chunks: Chunks, wanted: Collection[str], within: ChunkOfHead, erasing: Erasing, keys: KeyHead,
     value: jax.Array, dout: jax.Array, before: jax.Array, dafter: jax.Array,
-) -> Stages[OfHead]:  # fmt: skip
+) -> Stages[OfErasingHead]:  # fmt: skip
     """Computes (26) to (29), and with them (12) to (14) and (18)."""
     times = lambda x, y, axes=(1, 0): product(chunks, x, y, axes)
     solved, u = yield from corrections(chunks, erasing, value, before)
@@ -168,4 +168,4 @@ def backward(
         else:
             dg = within.channels.of_decays(chunks, within.column, passed, [start, end, *moved])
     yield
-    return OfHead(dstate, dvalue, sums, dg, found)
+    return OfErasingHead(dstate, dvalue, sums, dg, found)
